@@ -74,11 +74,11 @@ def fits(work: AttentionShape) -> bool:
 
 
 def flops(name: str, work: AttentionShape) -> int:
-    """Count the FLOPs of matrix products, forward and backward; a multiply-add is two.
+    """Count the FLOPs of a contestant's matmuls, forward and backward; a multiply-add is two.
 
-    softmax computes the unmasked half of the scores, and again in the backward pass. naive computes
-    all scores once, and the final state. Each scan of chunked computes 64 scores per token, and
-    writes and reads the state.
+    softmax computes the unmasked half of the scores, in the forward pass and again in the backward
+    pass. naive computes all scores once, and the final state. Each scan of chunked computes 64
+    scores per token, and writes and reads the state.
     """
     width = work.head_dim
     rows = work.batch * work.num_heads
@@ -104,7 +104,7 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return a forward and backward step of each contestant that fits.
+    """Return a forward and backward step of each contestant that fits in memory, keyed by name.
 
     A step returns out, dq, dk and dv.
     """
@@ -115,7 +115,7 @@ def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
 def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
     """Time the contestants at one length; return one row for each.
 
-    Raises MeasureError: chunked differs from naive.
+    Raises MeasureError if chunked differs from naive.
     """
     steps = steps_of(work)
     rows = []
@@ -147,12 +147,12 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Time the contestants at each length on one thread.
 
-    Raises UserError: the maximum length is below the minimum.
+    Raises UserError if the maximum length is below the minimum.
     """
     if args.max_length < args.min_length:
         raise UserError(
-            f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or"
-            " more"
+            f"--max-length is {args.max_length}, but --min-length is {args.min_length}; give a"
+            " longer --max-length"
         )
     shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
     load_average = list(os.getloadavg())
@@ -182,7 +182,7 @@ def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
 
 
 def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """Return the length from which chunked is faster than ``name``; None if never.
+    """Return the length from which chunked is faster than ``name``; None if there is none.
 
     It is faster at that length and at all longer ones at which both were measured.
     """
@@ -197,7 +197,10 @@ def overtakes(result: dict[str, Any], name: str) -> int | None:
 
 
 def exponent(result: dict[str, Any], name: str) -> float | None:
-    """Return p in time ~ length^p between the last two lengths of a contestant."""
+    """Return a contestant's growth exponent p, time ~ length^p, over its last two lengths.
+
+    None if it has fewer than two lengths.
+    """
     rows = [*by_length(result, name).values()]
     if len(rows) < 2:
         return None
@@ -207,7 +210,7 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Format tokens per second by contestant and length, growth exponents and crossovers."""
+    """Format a table of tokens per second, then growth exponents and crossovers."""
     rates = {name: by_length(result, name) for name in LABELS}
     rows = []
     for length, chunked_row in rates[OURS].items():

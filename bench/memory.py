@@ -2,10 +2,10 @@
 
 The measured bytes are those of weights and optimizer before the second step, plus the peak of the
 step's allocations: on the CPU from every allocation and release that torch.profiler records, on a
-GPU from torch's allocator (max_memory_allocated). Of several processes the largest counts. The
-prediction is ``planner.rehearsal``, which starts no process. "kept" is the memory beyond weights
-and optimizer at the end of the forward pass. `make cuda-stub` does the same for GPUs that this
-machine does not have.
+GPU from torch's allocator (max_memory_allocated). With several processes, the one that uses the
+most counts. The prediction comes from ``planner.rehearsal``, which starts no process. "kept" is the
+memory beyond weights and optimizer at the end of the forward pass. `make cuda-stub` does the same
+for GPUs that this machine does not have.
 
     # 21 kinds and meshes, of 1, 4 and 8 processes of gloo
     python -m bench.memory
@@ -62,13 +62,13 @@ COLUMNS: dict[str, Column] = {
     "s": "{seconds:.2f}",
 }
 FORWARD_END = "end of the forward"
-"""Name of the mark in a profile."""
+"""Name of the event that marks the end of a forward pass in a profile."""
 STEPS = 3
 """Number of measured steps; the one with the lowest peak counts."""
 
 
 class Attentions(TorchDispatchMode):
-    """Counts attention's forward passes, including those recomputed in a backward pass."""
+    """Counts attention's forward passes, including those that a backward pass repeats."""
 
     count = 0
 
@@ -80,7 +80,7 @@ class Attentions(TorchDispatchMode):
 
 
 def lines_of(text: str, only: str = "") -> list[str]:
-    """Return the lines of a list of cases that contain ``only``. Raises UserError: none does."""
+    """Return the lines of a list of cases that contain ``only``. Raises UserError if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     chosen = [line for line in lines if only in line]
     if not chosen:
@@ -94,7 +94,7 @@ def lines_of(text: str, only: str = "") -> list[str]:
 def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
     """Return the number of processes and the flags of a case, whose first word names a model.
 
-    Raises UserError: there is no such model, or as ``case_of``.
+    Raises UserError if there is no such model, or for the reasons of ``case_of``.
     """
     model, _, words = line.partition(" ")
     if model not in models:
@@ -112,9 +112,9 @@ def configured(flags: str) -> tuple[Any, Any]:
 
 
 def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Measure this rank's memory in a real step: at its peak, and after the forward pass.
+    """Measure this rank's memory in real steps: at the peak, and after the forward pass.
 
-    The first step is not measured. Collective.
+    A first step, which allocates the optimizer's state, is not measured. Collective.
     """
     config, make_task = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
@@ -171,7 +171,11 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 
 def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
-    """Add up a step's allocations and releases; return its peak, and the maximum at the marks."""
+    """Run a step and add up its allocations and releases.
+
+    Returns ``peak``, ``kept`` (the maximum at the ends of forward passes) and ``seconds``; memory
+    is in bytes, beyond what was allocated before the step.
+    """
     with (
         _no_messages(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
@@ -191,7 +195,7 @@ def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
 
 
 def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
-    """Measure the same as ``watch_cpu``, with torch's CUDA allocator."""
+    """Measure a step as ``watch_cpu`` does, with torch's CUDA allocator."""
     torch.cuda.synchronize()
     bytes_before = torch.cuda.memory_allocated()
     start = time.perf_counter()
@@ -232,7 +236,7 @@ def _no_messages() -> Iterator[None]:
 def compare(processes: int, flags: str) -> dict[str, Any]:
     """Compare predicted and measured bytes of the process that uses the most.
 
-    Raises MeasureError: a process failed.
+    Raises MeasureError if a process failed.
     """
     config, task = configured(flags)
     stages = config.mesh.pipeline_model_parallel_size

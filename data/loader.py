@@ -23,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """Dataset of dicts of tensors; item None is a filler without loss.
+    """Dataset whose items are dicts of tensors; index None gives a filler sample without loss.
 
     Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies
     to the labels, and may hold `starts` (bool [S], the first tokens of documents). Other samples
@@ -39,7 +39,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Split of a global batch over data-parallel ranks and micro-batches, and its reading."""
+    """Sizes that split a global batch over ranks and micro-batches, and settings for reading it."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -62,12 +62,12 @@ class Batching:
 
     @property
     def together(self) -> int:
-        """Number of samples in one micro-batch, over all ranks together."""
+        """Number of samples that all ranks together process in one micro-batch."""
         return self.micro_batch_size * self.dp_size
 
 
 def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
-    """Yield steps without end, each a list of this rank's micro-batches.
+    """Yield an endless sequence of steps, each a list of this rank's micro-batches.
 
     A micro-batch holds `tokens` and `labels`, int64 [B, S], and `starts`, bool [B, S], if the
     samples mark where documents start. The micro-batches of all ranks in a step are exactly the
@@ -114,18 +114,18 @@ def _steps(
                     raise batch
             yield step
     finally:
-        del reader  # else an error's frames would keep its processes alive
+        del reader  # otherwise an error's traceback would keep the reader's processes alive
 
 
 def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
-    """Yield the indices of this rank's micro-batches: every dp_size-th one, as in Megatron."""
+    """Yield the sample indices of this rank's micro-batches: every dp_size-th, as in Megatron."""
     begin = batching.dp_rank * batching.micro_batch_size
     while group := list(islice(indices, batching.together)):
         yield group[begin : begin + batching.micro_batch_size]
 
 
 class _Reader:
-    """A dataset that returns a DataError as a value.
+    """Dataset that returns a DataError instead of raising it.
 
     A DataError raised in a worker would arrive with a traceback as its message.
     """

@@ -11,5 +11,6 @@ and keys, its rounds and the bytes to each peer come from the plan that training
 assumed: they come from a cluster file. Ranks wait for each other in every round and collective, so
 the slowest rank or the busiest link decides how long each takes, and not the mean.
 
-An error that all arrangements share does not change their order: a choice needs only ratios.
+The search needs only the order of the arrangements, and an error that all of them share does not
+change it.
 """

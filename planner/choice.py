@@ -1,4 +1,4 @@
-"""Choose the settings that a run leaves to the planner: ``auto`` values, and resized meshes.
+"""Choose what a run leaves to the planner: ``auto`` settings, and the mesh after a resize.
 
 With ``--allow-resize`` a run that is started on another number of processes continues with the same
 global batch and samples, on a mesh chosen here.
@@ -28,18 +28,20 @@ from train.config.flags import ConfigError
 
 C = TypeVar("C", bound=CommonConfig)
 PREDICTED_ERROR = 0.10
-"""Standard deviation of log(predicted seconds per iteration).
+"""Standard deviation of log(predicted seconds per iteration); decides the weight of predictions.
 
 Measured within a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on 2026-11-23.
 """
 PROFILED_ERROR = 0.036
-"""Standard deviation of log(seconds per iteration), profiled over a few iterations."""
+"""Standard deviation of log(seconds per iteration) if a few iterations are profiled; decides the
+weight of profiles.
+"""
 
 
 def fastest_method(
     config: CommonConfig, world_size: int, *, steps: bool = True
 ) -> tuple[ContextConfig, str]:
-    """Choose the method that is predicted to be fastest; return it with a line that reports it.
+    """Choose the context-parallel method predicted to be fastest; return it and a line for the log.
 
     Every method and option that fits the mesh is predicted for a typical micro-batch. ``steps`` is
     False if no training steps follow; memory then counts as unlimited.
@@ -100,7 +102,7 @@ def with_layout(config: C, cluster: Cluster | None = None) -> C:
         cluster = cluster or default_cluster(mesh.device_type)
     except ClusterError as error:
         raise ConfigError(
-            "hybrid_softmax_layout is auto, but no layout can be predicted to be faster "
+            "hybrid_softmax_layout is auto, but the faster layout cannot be predicted "
             f"({error}); give --hybrid-softmax-layout zigzag or contiguous"
         ) from error
     costs = layout_seconds(config, cluster)
@@ -111,7 +113,8 @@ def with_schedule(config: C, cluster: Cluster | None = None) -> C:
     """Replace the schedule ``auto`` of a delta rule's states by the one predicted to be fastest.
 
     The prediction is for ``cluster``, by default this machine. If no cluster file describes this
-    device, ``auto`` stays, and the longest document decides (linear/segments.py).
+    device, ``auto`` stays, and training then chooses by the longest document
+    (parallel/context/linear/segments.py).
     """
     context = config.context
     pp, cp, tp = config.mesh.sizes
@@ -127,11 +130,11 @@ def with_schedule(config: C, cluster: Cluster | None = None) -> C:
 
 
 method_to_read = partial(fastest_method, steps=False)
-"""Chooses the method of a model that is only evaluated or generates text."""
+"""Chooses the context-parallel method of a model that is only evaluated or generates text."""
 
 
 def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
-    """Return the configuration with the mesh predicted to be fastest, and a line that reports it.
+    """Return the configuration with the mesh predicted to be fastest, and a line for the log.
 
     The mesh is for this number of ``processes``, and the micro-batch size changes with it. The
     method and its options stay if they suit the mesh; sharding and recomputation stay unless memory
@@ -176,7 +179,10 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
 
 
 def _keeping_method(candidates: list[Candidate], method: str) -> list[Candidate]:
-    """Return the candidates with this method; all candidates if it is auto or none has it."""
+    """Return the candidates with this method; all if it is ``auto`` or no candidate has it.
+
+    A mesh without context parallelism suits every method.
+    """
     if method == "auto":
         return candidates
     keeping = []
@@ -233,6 +239,6 @@ def combine_prediction_and_profile(
 
 
 PLANNER = Planner(method=fastest_method, settings=(with_layout, with_schedule), mesh=rearranged)
-"""The planner's choices for a training run."""
+"""Functions that choose a training run's ``auto`` settings, and its mesh after a resize."""
 READER = PLANNER._replace(method=method_to_read)
-"""The planner's choices for a model that is only evaluated or generates text."""
+"""The same functions for a model that is only evaluated or generates text."""

@@ -42,8 +42,8 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     """Check a run and print its memory, traffic and time; return the rehearsals of its ranks.
 
     Args:
-        arguments: the run's command line, for the commands that start it.
-        config: the configuration of these arguments.
+        arguments: the run's flags, which the printed start commands repeat.
+        config: the configuration made from these flags.
 
     Raises:
         UserError: the run itself would be refused. Missing files only cause a note.
@@ -91,8 +91,8 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
 def _on_cluster(config: Any) -> tuple[Any, Cluster]:
     """Return the configuration with the cluster's kind of device, and the cluster.
 
-    Without --cluster, the cluster is this machine. Its name stays in the configuration only if the
-    method is chosen for it.
+    Without --cluster, this machine is the cluster. A given name stays in the configuration only if
+    the method is ``auto``, since it is then chosen for that cluster.
     """
     name = config.context.cluster
     if name is None:
@@ -128,9 +128,9 @@ def rehearsed(
 ) -> Iterator[Rehearsal]:
     """Rehearse each rank whose work differs; each takes seconds, so progress goes to stderr.
 
-    They are the first rank of each pipeline stage and, if context-parallel ranks have unequal work,
-    the last context-parallel rank of the first stage. Data- and tensor-parallel ranks have equal
-    work.
+    These ranks are the first of each pipeline stage and, if context-parallel ranks have unequal
+    work, the last context-parallel rank of the first stage. Data- and tensor-parallel ranks have
+    equal work.
     """
     pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
@@ -206,7 +206,7 @@ def _entries(config: Any) -> int | None:
 
 
 def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
-    """Return whether every process has enough memory, and a sentence on it."""
+    """Return whether every process has enough memory, and a sentence that says so with figures."""
     max_bytes = max(rehearsal.bytes for rehearsal in rehearsals)
     max_host_bytes = max(rehearsal.host for rehearsal in rehearsals)
     memory_gb = cluster.memory_gb
@@ -225,7 +225,7 @@ def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, st
 
 
 def tightly(num_bytes: float, cluster: Cluster) -> str:
-    """Return a warning to append if these bytes fit but an allocator may need more."""
+    """Return a warning if these bytes fit but an allocator may need more; else an empty string."""
     if num_bytes <= ROOM * 1e9 * cluster.memory_gb:
         return ""
     return " (leaves less than the tenth of memory that an allocator may need)"

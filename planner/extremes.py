@@ -84,7 +84,8 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
         config: a run of a language model; its mesh and method are varied.
 
     Raises:
-        ConfigError: not even ``STEP`` tokens fit, or all arrangements are refused, and why.
+        ConfigError: not even ``STEP`` tokens fit, or all arrangements are refused; the message says
+            why.
     """
     with Progress() as progress:
 
@@ -99,7 +100,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 def fewest(config: Config, cluster: Cluster) -> int:
     """Return the fewest processes on which the sequence fits: a power of two or full nodes.
 
-    Raises ConfigError: more than MAX_PROCESSES would be needed.
+    Raises ConfigError if more than MAX_PROCESSES would be needed.
     """
     per_node = cluster.gpus_per_node
     powers = [1 << power for power in range(per_node.bit_length())]
@@ -121,7 +122,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
 
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
-    """Explain why nothing fits: too little memory, or why arrangements are refused."""
+    """Return the reason why nothing fits: too little memory, or the first arrangement's error."""
     meshes = list(arrangements(config, world_size))
     return nothing_left(rank(meshes, world_size, cluster, vary=least_memory), cluster)
 
@@ -271,7 +272,7 @@ def _ordered(
             candidate = config.updated(**overrides)
             validate_sizes(candidate, world_size)
             num_bytes = weigh(candidate, world_size, cluster, documents).device
-        except UserError:  # valid only together with the flags of later steps
+        except UserError:  # these flags are valid only together with those of later steps
             continue
         yield Change(" ".join(flags), num_bytes)
         flags = []

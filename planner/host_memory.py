@@ -51,7 +51,7 @@ def _pinned_tensors(work: StepShape, plan: Plan, arrangement: Arrangement) -> tu
     if not arrangement.offload:
         return ()
 
-    # The layer's input and, if only the rest is recomputed, the results of its attention.
+    # A layer keeps its input and, if all but the attention is recomputed, the attention's results.
     tokens = work.tokens(plan)
     per_channel = work.element_size / arrangement.tp
     bytes_per_token = [work.hidden * per_channel]
@@ -68,5 +68,5 @@ def _pinned_tensors(work: StepShape, plan: Plan, arrangement: Arrangement) -> tu
 
 @lru_cache(maxsize=1024)
 def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
-    """Return the bytes of the slabs (blocks of pinned memory) for ``times`` copies of tensors."""
+    """Return the bytes of the slabs (blocks of pinned memory) that hold ``times`` such tensors."""
     return in_slabs(tensors * times, SEVERAL)

@@ -20,7 +20,10 @@ from train.config.flags import value_of
 AnyConfig = Any
 """Configuration of either entry script (pretrain_gpt.py, pretrain_dit.py)."""
 RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
-"""Policies, the leanest last. ``selective`` keeps as much as ``none`` with a flash kernel."""
+"""Recomputation policies to try, the leanest last.
+
+``selective`` is left out: with a flash kernel it keeps as much as ``none``.
+"""
 LOSS_CHUNK = 2048
 """Number of tokens per chunk of the loss if memory is short: enough to keep a GPU busy."""
 FFN_CHUNK = 8192
@@ -29,7 +32,7 @@ FFN_CHUNK = 8192
 
 @dataclass(frozen=True)
 class Lever:
-    """Fields of the configuration, and the values that they may take, the leanest last."""
+    """A setting that saves memory: configuration fields and their values, the leanest last."""
 
     fields: tuple[str, ...]
     values: Callable[[AnyConfig, Cluster], Sequence[tuple[Any, ...]]]
@@ -39,7 +42,7 @@ class Lever:
         return tuple(value_of(config, name) for name in self.fields)
 
     def further(self, config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
-        """Return the values that take less memory than the configuration's own."""
+        """Return the values that take less memory than the configuration's current ones."""
         values = list(self.values(config, cluster))
         current = self.of(config)
         current_index = 0
@@ -71,7 +74,7 @@ def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
 
 
 def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
-    """Return the configured stages, then one head per rank and stage if ranks exchange several."""
+    """Return the configured number of stages, then one stage per head that a rank receives."""
     context = config.context
     tp = config.mesh.tensor_model_parallel_size
     degree = context.ulysses_degree
@@ -93,7 +96,7 @@ def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
 
 
 def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
-    """Return ``_on_host`` if the optimizer can step with its moments on the host, else False."""
+    """Return the values of ``_on_host`` if the optimizer supports offload, else only False."""
     if not config.optimizer.spec.offloads:
         return [(False,)]
     return _on_host(config, cluster)
@@ -106,14 +109,14 @@ OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
-"""Order of docs/tasks/long_context.md, which adds context-parallel processes before all levers.
+"""Order in which levers are used, as in docs/tasks/long_context.md, which first adds processes.
 
 A lever that occurs twice moves one value further each time; the others move to their last value.
 """
 
 
 def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
-    """Return the configuration with levers at values. Raises UserError if these are invalid."""
+    """Return the configuration with levers set to values. Raises UserError if it is invalid."""
     overrides: dict[str, Any] = {}
     for lever, values in lever_values:
         for field, value in zip(lever.fields, values, strict=True):
@@ -124,7 +127,7 @@ def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]])
 def _combinations(
     config: AnyConfig, options: Sequence[tuple[Lever, Iterable[tuple[Any, ...]]]]
 ) -> Iterator[AnyConfig]:
-    """Yield every combination of levers' values that is valid; the last lever varies fastest."""
+    """Yield the configuration with each valid combination; the last lever varies fastest."""
     levers = [lever for lever, _ in options]
     distinct_values = [dict.fromkeys(values) for _, values in options]
     for combination in product(*distinct_values):
@@ -135,7 +138,7 @@ def _combinations(
 
 
 def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration, then all other values of sharding, recomputation and offload."""
+    """Yield the configuration, then all other combinations of sharding, recompute and offload."""
     yield config
     levers = (SHARDING, OFFLOAD, POLICY, CHUNKS)
     options = [(lever, lever.values(config, cluster)) for lever in levers]
@@ -145,7 +148,7 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the leanest settings: zero3, full recomputation, chunks, with or without offload."""
+    """Yield the leanest settings, with and without offload: zero3, full recomputation, chunks."""
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
     options: list[tuple[Lever, Sequence[tuple[Any, ...]]]] = [
         (MOMENTS, moments),
@@ -158,9 +161,10 @@ def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield the settings, then those with heads in stages, then with moments on the host.
+    """Yield lists to try in turn: these settings, with heads in stages, with moments on the host.
 
-    ``moments`` allows the last. These two levers save memory but no time, so they come last.
+    The last list exists only with ``moments``. Stages and moments never make a step faster, so they
+    are worth trying only if nothing before them fits.
     """
     yield tried
     levers = (STAGES, MOMENTS) if moments else (STAGES,)
@@ -176,7 +180,7 @@ def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[
 
 
 def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration as it is, then with one more lever pulled each time."""
+    """Yield the configuration, then copies in which one more lever saves memory each time."""
     yield config
     for lever in ORDER:
         further = lever.further(config, cluster)
@@ -191,9 +195,9 @@ def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 def least_changed(
     config: AnyConfig, original: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]
 ) -> AnyConfig:
-    """Return the configuration with each lever as near to the original as still fits.
+    """Return the configuration with each lever as near to its original value as still fits.
 
-    The last levers are reset first.
+    The last levers in ``ORDER`` are reset first.
     """
     for lever in reversed(tuple(dict.fromkeys(ORDER))):
         for values in (lever.of(original), *lever.further(original, cluster)):
@@ -208,7 +212,7 @@ def least_changed(
 
 
 def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
-    """Return the fields that could still save memory, except stages of heads."""
+    """Return the fields that could still save memory, except stages of heads; errors name them."""
     untried = []
     for lever in dict.fromkeys(ORDER):
         if lever is STAGES:
@@ -257,5 +261,5 @@ def memory_of(config: AnyConfig) -> str:
 
 
 def described(config: AnyConfig) -> str:
-    """Describe the method, the mesh and the memory."""
+    """Describe the method, the mesh and the settings that save memory, in a few words each."""
     return ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

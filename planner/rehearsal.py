@@ -37,7 +37,7 @@ C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], Task[C]]
 """Builds a task from a configuration and a mesh, for example the task's class."""
 ROUNDS = 3
-"""Maximum number of a schedule's rounds of micro-batches to run: later ones add no memory."""
+"""Maximum number of rounds of a pipeline schedule to rehearse: later rounds add no memory."""
 
 
 class _Waiting(NamedTuple):
@@ -48,14 +48,16 @@ class _Waiting(NamedTuple):
     out: Tensor
     gradient: Tensor | None = None
     groups: Any = None
-    """torch's subgraphs for the weights' gradients, with the gradients that they start from."""
+    """Subgraphs for the weights' gradients, which torch returns after the backward pass to the
+    input, with the gradients from which they start.
+    """
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[None]:
-    """Act as one rank of a fake process group, with ``per_node`` ranks per node, in the block.
+    """Within the block, act as one rank of a fake process group with ``per_node`` ranks per node.
 
-    LOCAL_WORLD_SIZE is set meanwhile, since the mesh takes the size of nodes from it.
+    LOCAL_WORLD_SIZE is set meanwhile, since the mesh reads the number of ranks per node from it.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -94,7 +96,7 @@ def rehearse(
     Args:
         documents: cumulative lengths of a micro-batch's documents, if tokens attend only within
             documents; by default each sample is one document.
-        device: cuda or cpu, by default the run's own.
+        device: ``cuda`` or ``cpu``; by default the device of the run.
         on_progress: receives progress text.
 
     Raises:
@@ -116,7 +118,7 @@ def rehearse(
         norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
         with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
             parts = task.build_parts(initialize=False)
-            # Alive during the step, so that the memory of the averages counts.
+            # Keep the averages of the weights alive during the step, so that their memory counts.
             averages = Ema(config.ema_decay, parts) if config.ema_decay else None
             optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
@@ -145,10 +147,10 @@ def _blank_batch(task: Task[C], documents: Sequence[int] | None) -> dict[str, Te
 def _pass_through(
     task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder
 ) -> int:
-    """Take micro-batches forward and backward through the stages; return their number.
+    """Run the stages' forward and backward passes; return the number of micro-batches.
 
-    One is enough for a rank with one stage. An interleaved schedule needs several, in its order,
-    since the order decides how much memory is alive at once.
+    One micro-batch is enough for a rank with one stage. An interleaved schedule needs several, in
+    its order, since the order decides how much memory is alive at once.
 
     Raises:
         UserError: a stage's output is not the input of the next one.
@@ -232,12 +234,12 @@ def _forward(
             batch = batch | {input_name: received}
         out = task.objective.loss_sum(part, batch)
 
-    # Stages exchange hidden states: what this one sends must be what the next one expects.
+    # Stages exchange hidden states: this stage must send the shape and dtype that the next expects.
     is_last = stage == config.pipeline.stages(pp_size) - 1
     if not is_last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
         raise UserError(
             f"pipeline stage {stage} returns {list(out.shape)} {out.dtype}, but the next stage "
-            f"takes {list(hidden.shape)} {hidden.dtype}; return hidden states as the next one takes"
+            f"takes {list(hidden.shape)} {hidden.dtype}; return hidden states of this kind"
         )
 
     # The output goes to the next stage, and later the gradient of the input to the one before.
@@ -309,7 +311,7 @@ def _backward_to_input(stage: int, part: nn.Module, waiting: _Waiting) -> _Waiti
 def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> list[Tensor]:
     """Return this rank's shards of all gradients.
 
-    Raises RuntimeError: a trained parameter has none, as in the training step.
+    Raises RuntimeError if a trained parameter has no gradient, as the training step does.
     """
     gradients = []
     for part in parts:

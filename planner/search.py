@@ -51,13 +51,14 @@ class Ranking:
     refused: Counter[str]
     """Number of invalid configurations, keyed by the reason."""
     over_memory: list[float]
-    """Bytes of each configuration that does not fit, in its leanest settings."""
+    """Bytes of each configuration that does not fit on the device, in its leanest settings."""
     over_host_memory: list[float]
     """Bytes in host memory of each configuration for which only host memory is too small."""
     saving: tuple[str, ...] = ()
-    """Fields that would save memory, but were not tried."""
+    """Fields that would save memory, but were not tried; an error suggests them."""
     moving: tuple[str, ...] = ()
-    """Fields that move something to host memory in every configuration that was tried."""
+    """Fields that offload to host memory and were set in every configuration tried; an error
+    suggests leaving them out."""
 
 
 class MemoryEstimate(NamedTuple):
@@ -77,14 +78,14 @@ class MemoryEstimate(NamedTuple):
         return sum(self.memory.values())
 
     def fits(self, cluster: Cluster) -> bool:
-        """Return True if the memory of a process and, if known, of its host is enough."""
+        """Return True if the step fits in device memory and, if its size is known, host memory."""
         if self.device > 1e9 * cluster.memory_gb:
             return False
         is_host_known = bool(cluster.host_gb_per_s)
         return not is_host_known or self.host <= 1e9 * cluster.host_memory_gb
 
     def predicted(self, cluster: Cluster) -> Prediction:
-        """Predict the time as well, and return both."""
+        """Predict the time, and return it together with the memory."""
         work, plan, arrangement = self.inputs
         cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
         work = with_softmax_layers(work, self.config, cluster)
@@ -95,7 +96,7 @@ class MemoryEstimate(NamedTuple):
 def weigh(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> MemoryEstimate:
-    """Count the memory of a validated configuration; its method is none only with one cp rank.
+    """Count the memory of a validated configuration, with method ``none`` only if cp is 1.
 
     ``documents`` are the cumulative document lengths of a typical micro-batch, if tokens attend
     only within documents.
@@ -249,10 +250,7 @@ def _with_method(base: ContextConfig, name: str, **options: Any) -> ContextConfi
 
 
 def arrangements(config: C, world_size: int) -> Iterator[C]:
-    """Yield the configuration with every mesh: tp x pp x cp, the rest dp.
-
-    The method stays; ``contexts`` varies it.
-    """
+    """Yield the configuration with every mesh (tp x pp x cp, the rest dp) but the same method."""
     sizes = divisors(world_size)
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
@@ -306,7 +304,7 @@ def rank(
     Args:
         lengths: document lengths to draw from, if tokens attend only within documents; by default
             the data's lengths.
-        vary: yields the settings to try, such as ``settings``; by default only the given ones.
+        vary: yields the settings to try, as `levers.settings` does; by default only the given ones.
     """
     fitting: list[Candidate] = []
     over_memory: list[float] = []

@@ -1,10 +1,10 @@
 """Predict the time of a training step on a cluster, without running it.
 
 FLOPs are divided by the rate that the cluster's kernels reach, bytes by the rate of the link that
-carries them, and each message adds a latency. By cause:
+carries them, and each message adds a latency. The causes of a step's time are:
 
 * attention: rounds of computing and transfers; the longer hides the shorter (planner/layers);
-* linear: matrix products, and the pointwise work between them at the memory's rate;
+* linear: matmuls, and the pointwise work between them at the memory's rate;
 * recompute, tensor parallel, pipeline: added in full;
 * offload: copies that the layers of a pass do not hide;
 * data parallel: the exchange of weights and gradients that linear and attention do not hide.
@@ -25,14 +25,14 @@ from planner.step_memory import fetched_ahead, memory_of, rank_sizes
 from planner.step_shape import Arrangement, StepShape
 
 POINTWISE = 42.0
-"""Number of reads and writes of the residual stream and half the feed-forward's inner activations.
+"""Number of times that the pointwise work of a layer's forward pass reads or writes activations.
 
-A layer's forward pass makes them in the norms, activations, rotations and sums between its matrix
-products; its backward pass makes twice as many. Fitted to papers/tables/public_runs.csv, with the
-memory rates of data sheets.
+Each time they are the residual stream and half of the feed-forward's inner activations; the work is
+the norms, activations, rotations and sums between the matmuls. The backward pass does twice as
+much. Fitted to papers/tables/public_runs.csv, with the memory rates of data sheets.
 """
 COMPILED = 28.0
-"""Number of these reads and writes in a compiled layer."""
+"""The same number for a compiled layer, which fuses some of the reads and writes."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class LayerSeconds:
     """Seconds of one layer for one micro-batch on a rank."""
 
     products: float
-    """Matrix products of the forward pass."""
+    """Seconds of the forward pass's matmuls."""
     pointwise: float
-    """Norms, activations, rotations and sums of the forward pass."""
+    """Seconds of the forward pass's norms, activations, rotations and sums."""
     attention: float
     attention_backward: float
 
@@ -167,7 +167,7 @@ def _recompute_seconds(
 def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:
     """Predict the time of a layer's tensor-parallel collectives, with sequence parallelism.
 
-    They are 4 all-gathers and reduce-scatters in the forward pass, and 4 in the backward pass.
+    There are 4 all-gathers and reduce-scatters in the forward pass, and 4 in the backward pass.
     """
     if tp == 1:
         return 0.0
@@ -203,13 +203,13 @@ def _mean_attention(
 ) -> tuple[float, float, Links]:
     """Return the mean seconds of all layers' attention, forward and backward, and a layer's bytes.
 
-    The bytes are those of a layer without a window, if there is one. A model has layers of one or
-    two kinds: softmax attention beside a delta rule, beside linear attention, or with and without a
-    window.
+    The bytes are those of a layer without a window, if the model has any such layer. A model has
+    layers of one or two kinds: softmax attention beside a delta rule, beside linear attention, or
+    with and without a window.
     """
     forward, backward, links = _attention(plan, sizes, cluster, tp)
 
-    # Softmax layers beside a delta rule have the same plan.
+    # Softmax layers beside a delta rule have the same plan as the delta rule's layers.
     if work.delta is not None:
         softmax_only = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
         forward, backward, links = _mean_attention(softmax_only, plan, sizes, cluster, tp)
@@ -221,7 +221,7 @@ def _mean_attention(
             links,
         )
 
-    # Beside linear attention, softmax layers have their own layout, and work has their seconds.
+    # Beside linear attention, softmax layers have another layout; ``work`` gives their seconds.
     if work.softmax_layers:
         share = work.softmax_layers / work.layers
         forward_share = FORWARD / (FORWARD + BACKWARD)
@@ -247,9 +247,9 @@ def _mean_attention(
 
 @lru_cache(maxsize=4096)
 def _attention(plan: Plan, sizes: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
-    """Return a layer's seconds forward and backward, and the bytes that it sends.
+    """Return the seconds of a layer's attention, forward and backward, and the bytes that it sends.
 
-    They are the same for all pipelines and recompute policies, and so are cached.
+    The results are cached, since they are the same for all pipelines and recompute policies.
     """
     cost = AttentionCost(plan, sizes, cluster, tp)
     return cost.forward(), cost.backward(), cost.links()
@@ -297,8 +297,9 @@ def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster
     weights = _ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
     gradients = _ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
 
-    # An all-reduce sends as much as a reduce-scatter and a gather. zero3 gathers weights in every
-    # forward and backward, the others once after the update; zero1 sums gradients once a step.
+    # An all-reduce sends as much as a reduce-scatter and an all-gather. zero3 gathers weights in
+    # every forward and backward pass, zero1 and zero2 once after the update. zero1 sums gradients
+    # once a step, zero2 and zero3 once per micro-batch.
     if arrangement.strategy in ("ddp", "legacy_ddp"):
         return 2 * gradients
     num_gathers = 2 * work.micro_batches if arrangement.strategy == "zero3" else 1

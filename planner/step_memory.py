@@ -1,13 +1,13 @@
 """Predict the memory of a training step from the model's sizes.
 
-The memory may peak at five moments of a step (`Moments`). At each of them three kinds add up:
+The memory may peak at five moments of a step (`Moments`). At each, three kinds of memory add up:
 
 * the weights with the optimizer's state, and the gradients that exist by then;
 * the activations that layers have kept, of all micro-batches in flight;
 * temporary tensors: gathered weights, gradients before their reduction, and the logits or a layer's
   recomputed activations and inner gradients.
 
-All are counted in bytes of the busiest rank, which is the first or the last stage of a pipeline.
+All are counted in bytes of the busiest rank, which is in a pipeline's first or last stage.
 tests/planner compares them with rehearsals (planner/rehearsal.py) and with real steps.
 """
 
@@ -122,13 +122,14 @@ def _weights(
 
     gradients, waiting_bytes = _gradients(work, shards, arrangement, stage)
 
-    # In a backward pass: the next layer's gradients, until this layer's are reduced over ranks, and
-    # the previous layer's weights, gathered ahead.
+    # While the backward pass is in layer n: the gradients of layer n + 1, which are freed only when
+    # those of layer n are reduced, and the weights of layer n - 1, gathered ahead.
     unreduced_bytes = 4 * stage.per_layer * trained_share * is_copied
     gathered = size * stage.per_layer * (is_gathered and shards > 1)
 
-    # At the end: gradients of the parameters outside the layers, before and after their reduction
-    # (legacy_ddp reduces all gradients at once), or pieces of the moments that come from the host.
+    # At the end: the gradients of the parameters outside the layers, before and after their
+    # reduction (legacy_ddp reduces all gradients at once), or the optimizer's moments, of which
+    # only pieces are on the device at a time if they are in host memory.
     last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_copied
     if arrangement.strategy == "legacy_ddp":
         last = 4 * stage.total * trained_share
@@ -184,8 +185,8 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
     in_flight_last = arrangement.pipeline.in_flight(pp - 1, pp, work.micro_batches)
     sent = stream * in_flight * (pp > 1)
 
-    # What the layers keep. With offload only the activations on their way count here; the running
-    # layer's count in its backward pass.
+    # Activations that the layers keep. With offload only those on their way to or from the host
+    # count here; those of the running layer count in its backward pass.
     per_layer = tokens * kept_per_token(work, plan, arrangement)
     kept_layers = layers
     if arrangement.offload:
@@ -221,7 +222,9 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
 
 
 def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
-    """Count the logits and their gradients; low precision becomes float32 a few rows at a time."""
+    """Count the logits and their gradients; low-precision logits are cast to float32 a few rows at
+    a time.
+    """
     size = work.element_size
     scored_tokens = min(tokens, arrangement.loss_chunk or tokens)
     width = max(1, work.vocab / arrangement.tp)
@@ -247,10 +250,10 @@ def _loss_kept(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
 
 
 def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
-    """Count the bytes of a layer's backward pass, besides those that its forward pass kept.
+    """Count the bytes that a layer's backward pass adds to those that its forward pass kept.
 
-    They are recomputed activations and inner gradients. The peak is in the feed-forward, or in the
-    attention, when the feed-forward's activations are freed and its weights' gradients exist.
+    These are recomputed activations and inner gradients. The peak is in the feed-forward or in the
+    attention; by then the feed-forward's activations are freed, but its weights' gradients exist.
     """
     tp = arrangement.tp
     tokens = work.tokens(plan)
@@ -293,7 +296,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> fl
 
 
 def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
-    """Return the kinds of layers, each with its share of all layers."""
+    """Return the kinds of layers (two beside a delta rule), each with its share of all layers."""
     if work.delta is None:
         return [(1.0, work)]
     share = work.softmax_layers / work.layers
@@ -319,7 +322,7 @@ def _layer_activations(
     tp = arrangement.tp
     per_channel = work.element_size / tp
 
-    # The attention; its results are the part that attention_boundary keeps.
+    # The attention; the policy attention_boundary keeps only its results.
     queries = work.heads * work.head_dim
     keys = work.kv_heads * work.head_dim
     lse = 4 * work.heads / tp

@@ -26,7 +26,7 @@ class StepShape:
     outside: int
     """Number of parameters of the embeddings, and of an output projection with its own weights."""
     matrix_weights: int
-    """Number of weights in all matrix products, including the output projection."""
+    """Number of weights in all matmuls, including the output projection."""
     element_size: int
     micro_batch: int
     micro_batches: int
@@ -36,31 +36,39 @@ class StepShape:
     trained: int | None = None
     """Number of trained parameters; the others are frozen in the compute dtype. None means all."""
     softmax_layers: int = 0
-    """Softmax layers of a hybrid. The plan describes them only if the others have a delta rule."""
+    """Number of a hybrid's softmax layers; the plan describes them only beside a delta rule."""
     softmax_seconds: float = 0.0
     """Seconds of a softmax layer's attention forward and backward, in its own layout."""
     delta: DeltaShape | None = None
     """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
     gate: float = 0.0
-    """Additional copies of the queries that softmax attention keeps, for output gate and norms."""
+    """Number of additional tensors of the queries' size that softmax attention keeps for its output
+    gate and its norms.
+    """
     residual: float = 6.0
-    """Copies of the residual stream that a layer keeps: residuals, inputs of norms and products."""
+    """Number of tensors of the residual stream's size that a layer keeps: residuals, and inputs of
+    norms and matmuls.
+    """
     normed: float = 0.0
-    """Additional copies of a delta rule's output that its norm keeps without a fused kernel."""
+    """Number of additional copies of a delta rule's output that its norm keeps if no kernel fuses
+    it.
+    """
     first_layer: float = 0.0
-    """Additional copies of the residual stream that the first layer keeps: its queries and keys
-    have twice the width.
+    """Number of additional tensors of the residual stream's size that the first layer keeps, since
+    its queries and keys have twice the width.
     """
     modulated: int = 0
-    """Copies of the residual stream looked up per token: a DiT's shifts, scales and gates."""
+    """Number of tensors of the residual stream's size that hold per-token modulation: a DiT's
+    shifts, scales and gates.
+    """
     replicated: int = 0
     """Number of parameters that tensor parallelism does not split."""
     averages: int = 0
-    """Bytes per parameter for averages of the weights."""
+    """Bytes per parameter of the moving averages of the weights (EMA); 0 without them."""
     wide_logits: int = LOSS_CHUNK["cuda"]
     """Number of low-precision logits that exist in float32 at the same time."""
     workspaces: int = 0
-    """Bytes of libraries' workspaces."""
+    """Bytes of the workspaces of cuBLAS and cuBLASLt; 0 on a CPU."""
 
     def tokens(self, plan: Plan) -> int:
         """Return the number of tokens of a micro-batch on a context-parallel rank."""
@@ -74,7 +82,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Division of the work over ranks, besides the attention's plan, and settings for memory."""
+    """Division of the work over ranks in all dimensions but cp, and settings that save memory."""
 
     pp: int = 1
     dp: int = 1

@@ -45,11 +45,11 @@ from train.config.entries import Config, DiTRunConfig
 WORKSPACES = 2 * (32 << 20)
 """Bytes of torch's workspaces for cuBLAS and cuBLASLt, on Hopper; older GPUs have smaller ones."""
 MAX_READ = 1 << 20
-"""Maximum number of documents per file whose lengths are read; of more, evenly spaced ones."""
+"""Maximum number of document lengths to read per file; from a larger file, evenly spaced ones."""
 NUM_DRAWN = 1 << 16
-"""Number of documents to draw from all files together."""
+"""Number of document lengths to draw in total, from all files."""
 MAX_MICRO_BATCHES = 32
-"""Maximum number of micro-batches that are read to find the one that takes most memory."""
+"""Maximum number of micro-batches to read in search of the one that takes most memory."""
 
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
@@ -120,7 +120,7 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
     """Return a language model's numbers; weights are counted on the meta device."""
     windows = [window for window in map(model.window, range(model.num_layers)) if window]
     with _NoInitialization():
-        # DeltaCost counts the delta rule's products, in chunks.
+        # DeltaCost counts the delta rule's own matmuls, chunk by chunk.
         delta_products = 3 * model.state_elements if model.delta_rule else 0
         # At length 0 the FLOPs have no part for softmax attention.
         all_products = int(flops_per_token(model.merged(), 0) / 6)
@@ -157,7 +157,7 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
 
 
 class _NoInitialization(TorchFunctionMode):
-    """Skips the initialization of weights, whose meta operators take a second to import."""
+    """Skips ``nn.init.normal_``: its operators for meta tensors take a second to import."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,7 +223,7 @@ def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
 
 
 class DocumentsError(UserError):
-    """Document lengths are unknown, or below 1."""
+    """Raised if the documents' lengths are unknown or below 1."""
 
 
 def typical_documents(
@@ -231,8 +231,8 @@ def typical_documents(
 ) -> tuple[int, ...] | None:
     """Return cu_seqlens of a typical micro-batch; None if tokens attend across documents.
 
-    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples,
-    or whole ones are packed into them.
+    Documents are drawn with a fixed seed and arranged as the dataset does: a shuffled stream is cut
+    into samples, or whole documents are packed into samples.
 
     Args:
         lengths: document lengths to draw from, in tokens; by default the lengths in the data's .idx
@@ -268,9 +268,9 @@ def typical_documents(
 
 
 def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return ``typical_documents``, or whole samples if the data's lengths are not on this machine.
+    """Return ``typical_documents``, or whole samples if the data are not on this machine.
 
-    Raises DataError: a file is broken.
+    Raises DataError if a file is broken.
     """
     if not config.packed or config.sample_ends is not None:
         return typical_documents(config)
@@ -307,7 +307,7 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4)
 def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np.ndarray:
-    """Draw document lengths; tokens follow the sources' weights, then the shares by length."""
+    """Draw document lengths so that tokens follow the sources' weights and ``blend_by_length``."""
     generator = np.random.default_rng(0)
     prefixes, weights = blend(data_path)
 
@@ -341,7 +341,7 @@ def _by_share(
         if len(group):
             nonempty.append((share, group))
 
-    # Shares are of tokens: a group of long documents takes fewer of them.
+    # Shares are of tokens, so a group of long documents needs fewer documents.
     rates = np.array([share / group.mean() for share, group in nonempty])
     counts = np.ceil(NUM_DRAWN * rates / rates.sum()).astype(int)
 
@@ -354,7 +354,10 @@ def _by_share(
 def _cut(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
-    """Fill ``joined`` tokens from a point inside a document; every sample ends a document too."""
+    """Return cu_seqlens of ``joined`` tokens that are cut from a stream of documents.
+
+    The stream begins at a random point of a document; every end of a sample ends a document too.
+    """
     # Enough documents even if nothing remains of the first one.
     num_documents = 8 + 2 * joined // int(lengths.mean())
     drawn = generator.choice(lengths, num_documents)
@@ -370,7 +373,7 @@ def _cut(
 def _packed(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
-    """Draw samples of whole documents and padding, as a run with pack_documents packs them.
+    """Return cu_seqlens of samples of whole documents and padding, as pack_documents packs them.
 
     They are drawn from 16 times as many samples: packing fewer documents would add more padding.
     """

@@ -33,10 +33,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """Yield drafts beside ``paths``; rename them to ``paths`` when the block ends (see `drafting`).
 
-    The names of drafts differ only where those of ``paths`` do, so that a .bin/.idx pair stays a
-    pair.
+    The names of drafts differ only where those of ``paths`` do, so a .bin/.idx pair stays a pair.
 
-    Raises OSError: a draft cannot be written, or another folder is in its way.
+    Raises OSError if a draft cannot be written, or if another folder is in its way.
     """
     with drafting() as drafts_of:
         yield drafts_of(*paths)
@@ -44,14 +43,14 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextmanager
 def drafting() -> Iterator[Drafts]:
-    """Yield a function from paths to drafts beside them; rename all drafts when the block ends.
+    """Yield a function that maps paths to drafts beside them; rename these when the block ends.
 
     A draft may be a file or a folder; a folder needs a path that is free or an empty folder. All
     drafts are fsynced, then renamed in the order of the calls, and then the folders around them are
     fsynced. If the block raises (KeyboardInterrupt included), drafts are removed and the paths are
     as before.
 
-    Raises OSError: a draft cannot be written, or another folder is in its way.
+    Raises OSError if a draft cannot be written, or if another folder is in its way.
     """
     unique = uuid.uuid4().hex
     path_of: dict[Path, Path] = {}  # destination, keyed by draft
@@ -138,7 +137,7 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
 
 
 def _remove_drafts(folder: Path, stem: str | None) -> None:
-    """Remove a killed process's drafts that belong to this lock of the folder."""
+    """Remove the drafts that a killed holder of this lock left in the folder."""
     for path in list(folder.iterdir()):
         match = _DRAFT.fullmatch(path.name)
         if match is None:
@@ -161,8 +160,8 @@ def room(folder: Path) -> str:
 def unwritable(folder: Path, elsewhere: str) -> str:
     """Return why a folder (or its nearest existing parent) is not writable; "" if it is.
 
-    The reason includes the fix. The test writes a nameless file, so that a command that fails
-    later leaves none behind. ``elsewhere`` is the fix for a folder without permission, such as
+    The reason includes the fix. The test writes a nameless file, so a command that fails later
+    leaves no file behind. ``elsewhere`` is the fix for a folder without permission, such as
     "choose another --save".
     """
     try:

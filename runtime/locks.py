@@ -27,7 +27,7 @@ from runtime.slurm import leave_ending
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
-"""Time without a beat after which a holder on another host counts as dead; if it only hung, it ends
+"""Time without a beat after which a holder on another host counts as dead. If it only hung, it ends
 itself at its next beat.
 """
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -174,7 +174,7 @@ def _acquire(path: Path, wait: bool, record: str) -> int:
             raise
         os.close(handle)
         if holder is None:
-            continue  # its owner, or a watcher of a dead owner, removed it after it was opened here
+            continue  # the file was removed, by its owner or a watcher, after it was opened here
 
         message = f"{path.parent} is in use by {holder.holder} (lock {path.name})"
         if not wait:
@@ -231,12 +231,12 @@ def _runs(pid: int) -> bool:
 def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> _Snapshot | None:
     """Watch a lock file; return its holder if it is touched or replaced, else remove it.
 
-    Only one of several watchers may remove the file, which a link named by the holder's token
-    ensures: otherwise a slow watcher could remove the file of the next holder. Returns None if no
-    file is left.
+    A link named by the holder's token ensures that only one of several watchers removes the file:
+    otherwise a slow watcher could remove the file of the next holder. Returns None if no file is
+    left.
     """
     with suppress(OSError):
-        fcntl.lockf(handle, fcntl.LOCK_UN)  # reading through a new handle also releases it
+        fcntl.lockf(handle, fcntl.LOCK_UN)  # reading through a new handle releases the lock anyway
     first = _Snapshot.of(path)
     if first.text != text:
         return None

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Card(NamedTuple):
-    """A GPU's dense bfloat16 FLOP/s in its data sheet, and its file in configs/clusters/."""
+    """A GPU: dense bfloat16 FLOP/s in its data sheet, and its file in configs/clusters/, if any."""
 
     flops: float
     cluster: str = ""
@@ -52,8 +52,8 @@ CARDS = {
 }
 """Cards, keyed by the words that their names contain; the first entry that matches counts."""
 OTHER_CARD = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
-"""Words in names of partitions and variants that differ from the card in the table, such as 40C for
-a virtual GPU.
+"""Words in a GPU's name that mark a partition or variant of a card, such as 40C for a virtual GPU;
+the table's numbers do not hold for it.
 """
 
 

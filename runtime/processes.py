@@ -78,7 +78,7 @@ def process_group(
 
     For your own scripts; without torchrun, a group of one. ``backend`` may be "cpu:gloo,cuda:nccl".
     After an error the group is destroyed only if it has one process: peers may be stuck in a
-    collective, and waiting for them would hang. Raises as ``meet``.
+    collective, and waiting for them would hang. Raises the same errors as ``join``.
     """
     join(backend, timeout)
     group = dist.group.WORLD
@@ -95,7 +95,7 @@ def process_group(
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of a group's later collectives and point-to-point messages."""
     if dist.get_backend(group) == dist.Backend.FAKE:
-        return  # it waits for no other rank
+        return  # the fake backend never waits
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     message_backend: Any = group._get_backend(torch.device("cpu"))
     if hasattr(message_backend, "set_timeout"):  # the call above covers only collectives

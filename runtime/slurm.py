@@ -40,8 +40,8 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     They are empty unless srun started several tasks, none of them a torchrun: a step of one task,
     such as a shell, or a batch script is not a rank. MASTER_ADDR and MASTER_PORT are kept if set.
 
-    Raises LaunchError: one of Slurm's variables is missing or invalid, or contradicts a variable of
-        torchrun that is set.
+    Raises LaunchError if one of Slurm's variables is missing or invalid, or contradicts a variable
+    of torchrun that is set.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
         return {}

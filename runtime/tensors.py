@@ -19,8 +19,8 @@ Part = tuple[slice, ...]
 WHOLE = 1 << 20
 """Maximum number of values of a weight that is drawn at once (about 5 ms)."""
 TILE = (64, 512)
-"""Rows and columns of the tiles of a larger weight: about the rows of one rank in a large FSDP
-group, and the columns of one of 8 tp ranks.
+"""Rows and columns of a tile, the part of a larger weight that is drawn at once. A tile has about
+the rows of one rank in a large FSDP group, and the columns of one of 8 tp ranks.
 """
 FORGET: list[Callable[[], None]] = []
 """Functions that empty the caches of `cached_on_device`, so that later calls copy again, as for a
@@ -199,7 +199,7 @@ class Handles(Generic[T]):
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """Return the object with this handle. Raises KeyError: there is none, or it was freed."""
+        """Return the object with this handle. Raises KeyError if it never existed or was freed."""
         return self._objects[int(handle)]
 
     def __len__(self) -> int:

@@ -121,7 +121,7 @@ class Watchdog:
                 self._end()
 
     def _listen(self, store: dist.Store) -> None:
-        """Wait for another rank to announce a hang: medians differ, so it may be the first."""
+        """Wait for another rank to announce a hang: medians differ, so it may notice first."""
         with suppress(RuntimeError):  # the process that hosts the store has ended
             while not self._finished.wait(0.5):
                 if store.check([HANG]):
@@ -182,7 +182,7 @@ class Watchdog:
     ) -> list[int]:
         """Return the ranks that do not answer.
 
-        If the store itself is silent, only this node's are known, from their processes.
+        If the store itself is silent, only this node's lost ranks are known, by their processes.
         """
         if answers is not None:
             return [rank for rank in range(len(self._ranks)) if rank not in answers]
@@ -255,7 +255,7 @@ class Process:
     pid: int
     start_time: str
     stacks: int
-    """Descriptor of a nameless file that DUMP writes to; empty unless another process asked."""
+    """Descriptor of a nameless file for the stacks; empty until another process asks for them."""
 
     @property
     def runs(self) -> bool:

@@ -1,7 +1,7 @@
 """The head of a job's script: a template's options with the job's values, below their comments.
 
-A template's comment explains the template's value. It stays above a value that the job sets by a
-flag of its own, for which it is true too, and is replaced above a value of ``--option``.
+A template's comment explains the template's value. If the job sets this value by a flag of its own,
+the comment is still true, and stays. If ``--option`` sets it, the comment is replaced.
 """
 
 import re
@@ -20,7 +20,7 @@ COMMENTS = {
     "PYTHON": "The interpreter of the ranks.",
     "LONGMESH_SOURCES": "Digest of the sources at submission; a start with others warns.",
 }
-"""Comments on options and variables that the templates lack."""
+"""Comments on options and variables that the templates lack, keyed by option or variable."""
 
 
 def header(

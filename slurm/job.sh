@@ -1,14 +1,14 @@
 # What the jobs do: check the nodes, start the ranks, pass Slurm's signal on, queue again until the run is finished.
 #
-#   GPUS_PER_NODE      what a node must have; not checked if empty
+#   GPUS_PER_NODE      number of GPUs that the first node must have; not checked if empty
 #   LAUNCHER           ranks: srun starts one per GPU (default). torchrun: srun starts one torchrun per node
 #   PYTHON             default: .venv/bin/python, or python3 if there is none or in a container
 #   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
 #   MOST_REQUEUES      number of times that a job is queued again at most; 100
 #   LONGMESH_SOURCES   digest of the sources at submission, by slurm.submit; default: the one at the first start
 
-MOST_STUCK=3   # starts in a row without a new checkpoint
-MOST_REFUSED=3 # tries of a command that Slurm refuses, ten seconds apart: the nodes wait meanwhile
+MOST_STUCK=3   # starts in a row without a new checkpoint, after which the job ends
+MOST_REFUSED=3 # tries of a command that Slurm refuses, ten seconds apart; few, since the nodes wait meanwhile
 MOST_SILENT=18 # tries of a command that its controller does not answer, as during a restart or failover
 AGAIN=75       # status if the next start may succeed: a rank hung, or lost another one
 HUNG_NODES=hung_nodes.txt # file in the run's folder, written by a watchdog: the nodes to exclude
@@ -310,15 +310,15 @@ train() {
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $AGAIN ]; then
         endings | cut -d ' ' -f 2- | sort | uniq -c | sort -rn | head -n 5 >&2
-        exit $status # the same error would come again
+        exit $status # another start would end with the same error
     fi
     state=$(state_of "$job")
     if [ $status -eq 0 ] && finished "$run"; then
         echo "finished: $run"
     elif [ "$state" != RUNNING ] && [ "$state" != unknown ]; then
-        echo "not finished, and not queued again: the job is $state" # scancel would otherwise only restart it
+        echo "not finished, and not queued again: the job is $state" # otherwise scancel would only restart the job
     else
-        queue_again "$job" "$run" "$before" "$nodes" # told to end, or a rank was killed or hung
+        queue_again "$job" "$run" "$before" "$nodes" # the ranks were told to end, or one was killed or hung
     fi
     exit $status
 }

@@ -21,13 +21,14 @@ def job_script(
 ) -> str:
     """Return the job's script, which sbatch reads.
 
-    Raises UserError: as ``sbatch_options``, or container flags are given without an image.
+    Raises UserError for the reasons of ``sbatch_options``, or if container flags are given without
+    an image.
     """
     container = _container_variables(args)
     options = {"comment": shlex.quote(save)} | sbatch_options(args, site, gpus, save)
     head, body = read_template(site)
 
-    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
+    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # lines on starting it by hand
     cluster = printable(load_cluster(args.cluster).name)
     title = f"# Train on {cluster}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: title, head, count=1, flags=re.M)
@@ -46,7 +47,7 @@ def job_script(
 
 
 def _container_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the variables of a container. Raises UserError: its flags without an image."""
+    """Return a container's variables, keyed by flag. Raises UserError if they lack an image."""
     flags: dict[str, str] = {}
     for name in ("container", "container_runtime", "container_mounts"):
         value = getattr(args, name)
@@ -93,7 +94,7 @@ def _variables(
 
 
 def _exports(variables: dict[str, str]) -> list[str]:
-    """Return the lines that export the variables, each below its comment."""
+    """Return the script's lines that export variables, each below its comment."""
     lines = []
     for name, value in variables.items():
         if name in COMMENTS:
@@ -124,7 +125,7 @@ def _start(
 def sbatch_options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[str, str]:
     """Return sbatch's options for this job.
 
-    Raises UserError: the time is invalid, or leaves no time before the ranks are told to save.
+    Raises UserError if the time limit is invalid, or not longer than --lead.
     """
     gpu = "gpu"
     if site.gpu:

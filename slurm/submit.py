@@ -55,9 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=positive,
         default=600,
         metavar="SECONDS",
-        help="time before the limit at which the ranks are told to save",
+        help="time before the limit at which ranks are told to save (default: %(default)s)",
     )
-    add("--after", metavar="JOB", help="start when that job has ended without an error")
+    add("--after", metavar="JOB", help="start only after this job has ended without an error")
     add("--array", nargs="+", metavar="FLAGS", help="one run for each quoted word of flags")
     add("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
     add("--container", metavar="IMAGE", help="image that the ranks run in")
@@ -78,12 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
 def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[str]]:
     """Check the run for the processes of this job; return its folder, its command and its devices.
 
-    The command is without --save. It asks for ``--device cuda`` unless the run names a device: by
-    default a rank that finds no GPU would train on the CPU. The devices are cuda or cpu; the runs
-    of an array may have both.
+    The command is without --save. It gets ``--device cuda`` unless the run names a device: by
+    default, a rank that finds no GPU would train on the CPU. The devices are "cuda" or "cpu", or
+    both in an array.
 
-    Raises UserError: a value is not allowed in a script, the GPUs do not fill whole nodes, or the
-        entry itself would refuse the run once the job started.
+    Raises UserError if a value is not allowed in a script, the GPUs do not fill whole nodes, or the
+    entry itself would refuse the run once the job started.
     """
     check_text(vars(args))
     if args.gpus is not None and args.gpus % gpus:
@@ -149,7 +149,7 @@ def _check_run(command: list[str], array_flags: str, world_size: int) -> tuple[s
 
 
 def check_login_node() -> None:
-    """Raise UserError if there is no sbatch."""
+    """Raise UserError if this machine has no sbatch, so it is no login node."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "there is no sbatch here; start on a login node, or print the script with --dry-run"
@@ -159,7 +159,7 @@ def check_login_node() -> None:
 def submit(text: str) -> str:
     """Pass a script to sbatch, and return its output.
 
-    Raises UserError: sbatch refuses; the message has its words and a hint.
+    Raises UserError if sbatch refuses the script; the message has sbatch's words and a hint.
     """
     check_login_node()
     result = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)

@@ -57,11 +57,11 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
 
     ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder
     ``hf`` with the other files of the model. Code of the model's repository is neither run nor
-    copied. ``adapter`` is a folder of PEFT's adapters (LoRA), stored next to the weights as in a
-    run with ``--lora-rank``.
+    copied. ``adapter`` is a folder of PEFT's adapters (LoRA), which are stored next to the weights
+    as in a run with ``--lora-rank``.
 
-    Raises UserError: ``run`` exists, or the folder is not a whole model of a supported family;
-    nothing is written then.
+    Raises UserError, and writes nothing, if ``run`` exists, or if the folder is not a whole model
+    of a supported family.
     """
     model, weights, read = open_hf(source, print)
     with_adapters = ""
@@ -99,7 +99,7 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
 
 
 def _either(adapters: Mapping[str, Tensor], read_adapters: Read, read_base: Read) -> Read:
-    """Return a function that reads a tensor of the adapters or of the base model."""
+    """Return a function that reads a tensor from the adapters or, if not there, the base model."""
 
     def read(name: str) -> Tensor:
         if name in adapters:
@@ -110,7 +110,7 @@ def _either(adapters: Mapping[str, Tensor], read_adapters: Read, read_base: Read
 
 
 def _with_tokenizer(config: Config, file: Path, path: Path) -> tuple[Config, str]:
-    """Return the configuration with a tokenizer, and a note if the model lacks some of its tokens.
+    """Return the configuration with a tokenizer, and a note on tokens that the model lacks.
 
     Args:
         file: the tokenizer in the draft of the run.
@@ -152,8 +152,8 @@ def export_model(
     By default the dtype is that of the imported config.json, or of the checkpoint if there is none.
     An import that was not trained keeps each tensor's dtype, and so do adapters without weights.
 
-    Raises UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot
-    express the model; nothing is written then.
+    Raises UserError, and writes nothing, if ``target`` exists, the run has no whole checkpoint, or
+    the transformers library cannot express the model.
     """
     toml = config_file(run)
     checkpoint = checkpoint_of(run, step)
@@ -191,8 +191,8 @@ def export_model(
                     carry(hf_folder, draft)
                 chat_text = _write_chat(draft, extra[CHAT], config, extra, dict(contents))
                 chat_text += (
-                    f"; transformers generates by the base's {GENERATION} unless it is given this "
-                    "folder's"
+                    f"; transformers uses the base model's {GENERATION} unless it is given the one "
+                    "of this folder"
                 )
 
         return (
@@ -235,7 +235,7 @@ def export_model(
 
 
 def _hf_folder(run: Path, config: Config) -> Path | None:
-    """Return this run's folder with a Hugging Face config.json, else that of the run it loads."""
+    """Return the folder of Hugging Face files in this run, or in the run that it loaded, if any."""
     for folder in (run, config.checkpoint.load):
         if folder and (Path(folder) / HF_FOLDER / CONFIG).is_file():
             return Path(folder) / HF_FOLDER
@@ -261,7 +261,7 @@ def _write_chat(
     extra: dict[str, Any],
     settings: dict[str, Any],
 ) -> str:
-    """Write the chat template and the turn-end tokens; return the text that says so.
+    """Write the chat template and the turn-end tokens; return a text on what was written.
 
     The tokenizer of training is written too, if the model came with another one or with none.
     """
@@ -283,13 +283,16 @@ def _write_chat(
     else:
         text += "; the chat template of its conversations"
     if not chat["ends"]:
-        return f"{text}; no token of its own ends the assistant's turns, so generation may not stop"
+        return (
+            f"{text}; the assistant's turns do not end with a token of their own, so generation "
+            "may not stop"
+        )
 
     return f"{text}; the assistant's turns end with {', '.join(map(str, chat['ends']))}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:
-    """Return the longest sequence of a run, and of the runs whose weights it began with."""
+    """Return the longest training sequence of a run and of the runs whose weights it began with."""
     longest = config.train.seq_length
     visited = {run}
     while config.checkpoint.load:
@@ -307,7 +310,7 @@ def _length_trained_on(run: Path, config: Config) -> int:
 
 
 def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
-    """Return the Hugging Face model that a run's adapters belong to, if it is known."""
+    """Return the name or path of a run's base model in Hugging Face format, if it is known."""
     hf_model = config.checkpoint.hugging_face
     if hf_model is not None:
         return str(hf_model)
@@ -322,7 +325,7 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
 
 
 def size(text: str) -> int:
-    """Parse a size such as 5GB."""
+    """Parse a size such as 5GB; return it in bytes."""
     match = re.fullmatch(r"(\d{1,6})\s*([KMG]I?B)?", text.upper())
     if match is None or int(match[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB")

@@ -1,4 +1,4 @@
-"""Measure loss and perplexity by position, on documents that are longer than a length.
+"""Measure loss and perplexity by position, on documents longer than --seq-length.
 
     python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536
     torchrun --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt \\
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SMALLEST_BUCKET = 64
 CHUNK = 1024
-"""Number of tokens with logits in memory at once, if the run sets no loss chunk size."""
+"""Number of tokens whose logits are in memory at once, if the run sets no loss_chunk_size."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Bucket:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
+        """The exponential of the loss; at most e^99, so that it does not overflow."""
         return math.exp(min(self.loss, 99))
 
 
@@ -81,7 +81,7 @@ class LossByPosition(NextToken):
     def __init__(
         self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]
     ) -> None:
-        """Set up for sequences and buckets [bounds[n], bounds[n + 1]) of their positions."""
+        """Set up a sum for each bucket of positions, [bounds[n], bounds[n + 1])."""
         super().__init__(cp, device, chunk)
         self._chunk = chunk
         # A rank's positions ascend, so each bucket is a contiguous range of its tokens.
@@ -89,7 +89,7 @@ class LossByPosition(NextToken):
         self.sums = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the float32 sum of this rank's losses, and add each bucket's to ``sums``."""
+        """Return the float32 sum of this rank's losses, and add each bucket's share to ``sums``."""
         labels = local["labels"]
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -197,9 +197,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
-    """Yield the first S + 1 tokens (int64) of every document with more than S (--seq-length).
+    """Yield the first S + 1 token ids (int64) of each document with more than S tokens.
 
-    Raises DataError: the data cannot be read, or have tokens that the model lacks.
+    S is --seq-length.
+
+    Raises DataError if the data cannot be read, or have tokens that the model lacks.
     """
     entries = min(run.tokenizer.vocab_size, run.config.model.vocabulary)
     missing = partial(run.tokenizer.missing, entries)
@@ -221,7 +223,7 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
 def _indexed_documents(
     args: argparse.Namespace, run: Run, entries: int, missing: Callable[[int], str | None]
 ) -> Iterator[np.ndarray]:
-    """Yield the beginnings of the long documents of a .bin/.idx pair."""
+    """Yield the first S + 1 token ids of each long document of a .bin/.idx pair."""
     length = args.seq_length
     tokenizer = run.tokenizer
     indexed = check_indexed(args.data_path, entries, missing=missing)
@@ -245,7 +247,10 @@ def _indexed_documents(
 
 
 def buckets(length: int) -> list[int]:
-    """Return the bounds of buckets of [0, length), which double from ``SMALLEST_BUCKET`` on."""
+    """Divide the positions [0, length) into buckets; return their bounds.
+
+    The bounds double from ``SMALLEST_BUCKET`` on.
+    """
     bounds = [0]
     power = SMALLEST_BUCKET
     while power < length:
@@ -259,7 +264,7 @@ def bucket(
 ) -> Bucket:
     """Return the bucket of positions [begin, end).
 
-    ``sums`` are the summed losses of all documents in each [cuts[n], cuts[n + 1]).
+    ``sums[n]`` is the loss at positions [cuts[n], cuts[n + 1]), summed over all documents.
     """
     tokens = num_documents * (end - begin)
     inside = [loss for cut, loss in zip(cuts[:-1], sums, strict=True) if begin <= cut < end]
@@ -270,10 +275,11 @@ def bucket(
 def losses(
     run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]
 ) -> list[float]:
-    """Return the summed losses of all rows, each [S + 1], in each bucket of positions; collective.
+    """Return the loss in each bucket of positions, summed over all rows; collective.
 
-    All data-parallel ranks take the same number of micro-batches, since they gather the model
-    together: past the last row a rank repeats rows, and ignores their labels.
+    A row is the beginning of a document [S + 1]. All data-parallel ranks take the same number of
+    micro-batches, since they gather the model together: a rank without a further row repeats an
+    earlier one, and ignores its labels.
     """
     task = LanguageTask(config, mesh)
     chunk = config.recompute.loss_chunk_size or CHUNK
@@ -303,7 +309,7 @@ def losses(
         say(f"{done} of {len(rows)} documents, {time.monotonic() - start_time:.1f} s")
 
     dist.all_reduce(objective.sums)
-    return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
+    return (objective.sums / mesh.tp.size()).tolist()  # each tp rank added the same losses
 
 
 def _write(
@@ -314,7 +320,7 @@ def _write(
     results: Sequence[Bucket],
     last: Bucket | None,
 ) -> None:
-    """Write the table, the figures and the curve."""
+    """Print the table; write it, the numbers and the curve of perplexity."""
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / tokens
     whole = Bucket(0, args.seq_length, tokens, loss)
@@ -355,7 +361,7 @@ def _entry(result: Bucket) -> dict[str, Any]:
 
 
 def curve(results: Sequence[Bucket], trained_length: int | None) -> "Figure":
-    """Draw perplexity over position, and the trained length if it is known."""
+    """Draw perplexity over position, and a line at the training length if it is known."""
     from matplotlib.figure import Figure
 
     from tools.common.report import FAINT, PALETTE, plain

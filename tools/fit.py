@@ -29,7 +29,10 @@ MAX_PROCESSES = 8
 
 
 def parsed(arguments: Sequence[str]) -> CommonConfig:
-    """Parse the flags of either entry; the configuration's file decides which. Raises UserError."""
+    """Parse flags of pretrain_gpt.py or pretrain_dit.py; the configuration's file decides which.
+
+    Raises UserError.
+    """
     try:
         return language.parse_args(arguments)
     except ConfigError as error:
@@ -39,9 +42,9 @@ def parsed(arguments: Sequence[str]) -> CommonConfig:
 
 
 def main(argv: list[str]) -> None:
-    """Print the number of processes and the flags.
+    """Print the number of processes, and the flags to add to the command line.
 
-    A non-empty NPROC in the environment sets the number.
+    A non-empty NPROC in the environment sets the number of processes.
     """
     entry, *flags = argv or ["--help"]
     if entry == "--version":
@@ -55,7 +58,7 @@ def main(argv: list[str]) -> None:
             f"the entry is {entry!r}; give {' or '.join(ENTRIES)}, and then its flags"
         )
     if {"-h", "--help", "--version"} & set(flags):
-        print(1)  # the entry prints it
+        print(1)  # one process of the entry prints its help or version
         return
 
     nproc = os.environ.get("NPROC", "")
@@ -66,13 +69,14 @@ def main(argv: list[str]) -> None:
     print(size, *added_flags)
     if added_flags:
         processes = counted(size, "process")
-        print(f"to suit {processes} on this machine: {' '.join(added_flags)}", file=sys.stderr)
+        print(f"added to fit {processes} on this machine: {' '.join(added_flags)}", file=sys.stderr)
 
 
 def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:
     """Return the number of processes and the flags to add.
 
-    If no context-parallel size fits, no size is added, and the entry reports the reason.
+    ``processes`` sets the number; by default it depends on the device. If no context-parallel size
+    fits, no size is added, and the entry reports the reason.
     """
     config = ENTRIES[entry].parse_args(flags)
     on_gpu = config.mesh.device_type == "cuda"

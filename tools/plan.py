@@ -70,7 +70,10 @@ DEFAULT_TOP = 10
 DEFAULT_CLUSTER = "h100"
 """Cluster of a named model if neither a flag nor a GPU decides it."""
 MIN_TOKENS = 8192
-"""Minimum number of tokens per GPU and step of a named model without a batch size flag."""
+"""Number of tokens per GPU and step that a named model's batch has, unless a flag sets it.
+
+It is approximate: a batch has whole sequences, and at least one.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -141,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
 def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     """Return the planner's flags, the configuration, the number of processes and the cluster.
 
-    Raises UserError: flags contradict each other, or --profile lacks the planned processes.
+    Raises UserError if flags contradict each other, or if --profile lacks the planned processes.
     """
     model = None
     if argv and not argv[0].startswith("-"):
@@ -216,20 +219,20 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
 
 
 def _check_profile(config: Config, world_size: int) -> None:
-    """Raise UserError unless the planned number of processes was started, and the run suits it."""
+    """Raise UserError unless the planned number of processes was started and suits the run."""
     started = launched_world_size()
     if started != world_size:
         processes = counted(world_size, "process")
         raise ConfigError(
-            f"--profile needs {processes}, as planned for, but finds {started}; use torchrun with "
-            f"{processes} in all, or leave out --profile to only predict"
+            f"--profile needs the {processes} of the plan, but {started} started; use torchrun "
+            f"with {processes} in all, or leave out --profile to only predict"
         )
 
     validate(config.updated(context_parallel_method="auto", cluster=None), world_size)
 
 
 def vocabulary(tokenizer: str, model: str | None) -> int:
-    """Return the number of a tokenizer's entries.
+    """Return the number of entries in a tokenizer's vocabulary.
 
     If the tokenizer that a named model's file expects does not exist yet, assume the default size
     of tools.prepare_data: a plan should need no data.
@@ -298,7 +301,7 @@ def _print_json(
 
 
 def plan(argv: list[str]) -> None:
-    """Rank the candidates, profile them if asked, print and write."""
+    """Rank the candidates, profile them if requested, and print and write the plans."""
     args, config, world_size, cluster = prepare(argv)
     if args.fits:
         print_memory(args, config, world_size, cluster)
@@ -319,7 +322,7 @@ def plan(argv: list[str]) -> None:
 
     if args.profile:
         rows = _profiled(args, rows)
-    if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
+    if os.environ.get("RANK", "0") != "0":  # is_first() needs the group, but profiling ended it
         return
 
     if args.json:

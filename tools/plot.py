@@ -1,4 +1,4 @@
-"""Draw layouts of methods, with the tiles of each round, and losses of runs.
+"""Draw the layouts of context-parallel methods, with each round's tiles, or the losses of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
@@ -34,8 +34,8 @@ MAX_TOKENS = 512
 def layout_figure(args: argparse.Namespace) -> "Figure":
     """Draw methods, by default ``PLAIN``, or ``PACKED`` if there are documents or a window.
 
-    Raises UserError: an unknown method, documents of another length, or a picture too large to
-    read.
+    Raises UserError for an unknown method, if --documents and --seq-length differ, or if the
+    picture would be too large to read.
     """
     from tools.common.layouts.drawing import PACKED, PLAIN, drawing
     from tools.common.layouts.figure import draw
@@ -71,12 +71,13 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
 
 
 def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Read the curves of a run's fields: pairs of x, in the units of ``by``, and value.
+    """Read the curve of each field from a run's metrics: pairs of x and value.
 
-    A repeated iteration, as after a resume, counts as last written.
+    x is in the unit ``by``, a key of ``BY``. If an iteration was repeated, as after a resume, its
+    last record counts.
 
-    Raises UserError: the file is missing, a line is not the record of an iteration, or none has the
-    fields.
+    Raises UserError if the file is missing, a line is not the record of an iteration, or no line
+    has the fields.
     """
     from train.callbacks.metrics import read_metrics
 
@@ -109,9 +110,9 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
 
 
 def smoothed(points: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
-    """Average the values exponentially; each keeps ``share`` of the mean before it.
+    """Smooth a curve by an exponential moving average with the decay ``share``.
 
-    Dividing by the weights' sum removes the pull of the zero that the mean begins with.
+    Dividing by the sum of the weights corrects for the mean's start at zero.
     """
     mean = 0.0
     weight = 0.0
@@ -129,7 +130,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 
     Other fields get a panel each.
 
-    Raises UserError: ``smooth`` is out of range, or as ``read_curves``.
+    Raises UserError if ``smooth`` is out of range, or for the reasons given in ``read_curves``.
     """
     from matplotlib.figure import Figure
 
@@ -138,7 +139,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 
     requested = metrics or list(LOSSES)
     losses = tuple(field for field in requested if field in LOSSES)
-    panels: dict[tuple[str, ...], None] = {}  # in order, each once
+    panels: dict[tuple[str, ...], None] = {}  # an ordered set of tuples
     for field in requested:
         panels[losses if field in LOSSES else (field,)] = None
 
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    layout_help = "who owns which token, and each round's tiles"
+    layout_help = "the rank of each token, and each round's tiles"
     _add_layout(commands.add_parser("layout", help=layout_help, allow_abbrev=False))
     losses_help = "training and validation loss of runs, or other fields of metrics.jsonl"
     _add_losses(commands.add_parser("losses", help=losses_help, allow_abbrev=False))

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; exit for flags that do not go together."""
+    """Parse the command line; exit with an error if flags contradict each other."""
     parser = parser_for("python -m tools.prepare_data", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group().add_argument
@@ -62,8 +62,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="PATH",
         help=(
-            "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders "
-            "(--json-keys); any of them as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT from the hub; "
+            "text files; rows of .jsonl, .ndjson, .json, .parquet and folders of the datasets "
+            "library (--json-keys); files also as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT from the "
+            "hub; "
             "other folders are searched for --suffix"
         ),
     )
@@ -146,13 +147,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add(
         "--chat",
         action="store_true",
-        help="the input is conversations: ShareGPT's, or OpenAI messages",
+        help="the input is conversations, in ShareGPT's format or as OpenAI messages",
     )
     add(
         "--seq-length",
         type=positive,
         metavar="N",
-        help="number of tokens per sample; a sample has many conversations",
+        help="number of tokens per sample; many conversations are packed into a sample",
     )
     add(
         "--chat-template",
@@ -184,7 +185,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Report the first flags that contradict each other, and end the command."""
     if args.input and not args.output_prefix:
-        parser.error("--input needs --output-prefix; give --output-prefix PREFIX, where to write")
+        parser.error("--input needs --output-prefix; give the path to write to, without an ending")
     if args.json_keys and len(args.json_keys) > 1:
         parser.error(
             f"--json-keys names {len(args.json_keys)} fields, but a prefix has one corpus; "
@@ -214,11 +215,14 @@ def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             )
 
     if args.json_keys and not args.input:
-        parser.error("--json-keys needs --input, whose rows have the keys")
+        parser.error("--json-keys needs --input, with files whose rows have the keys")
     if args.chat and args.add_bos_token != "auto":
-        parser.error("--add-bos-token is for text; a chat template writes the begin token itself")
+        parser.error(
+            "--add-bos-token is for text, but a chat template writes the begin token itself; leave "
+            "out --add-bos-token"
+        )
     if args.chat and (args.max_bytes or args.json_keys):
-        parser.error("--max-bytes and --json-keys are for text, not for --chat")
+        parser.error("--max-bytes and --json-keys are for text, not for --chat; leave them out")
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -267,12 +271,12 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _print_notes(prepared: "Prepared", prefix: Path, is_chat: bool) -> None:
-    """Print what a preparation lost: unknown text, skipped files, refused conversations."""
+    """Print notes on data that was lost: unknown text, skipped files, refused conversations."""
     if prepared.unknown_tokens:
         share = prepared.unknown_tokens / prepared.tokens
         print(
-            f"warning: the tokenizer does not know {prepared.unknown_tokens:,} pieces of the text, "
-            f"{share:.2%} of {prepared.tokens:,} tokens, so they are lost; take a tokenizer that "
+            f"warning: the tokenizer does not know {prepared.unknown_tokens:,} pieces of the text "
+            f"({share:.2%} of {prepared.tokens:,} tokens), so they are lost; use a tokenizer that "
             f"fits the text, or look at the text with --check {prefix} --inspect 2"
         )
 
@@ -287,13 +291,13 @@ def _print_notes(prepared: "Prepared", prefix: Path, is_chat: bool) -> None:
 
     if is_chat and not prepared.turn_ends:
         print(
-            "note: no token of its own ends the assistant's turns, so generation may not stop "
-            "after them"
+            "note: the assistant's turns do not end with a token of their own, so generation may "
+            "not stop after them"
         )
 
 
 def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
-    """Raise DataError if no input has rows; --json-keys then has no field to name."""
+    """Raise DataError if no input has rows, since --json-keys names a field of rows."""
     from data.text.corpus import has_rows, input_files
     from data.text.files import ROW_ENDINGS
     from runtime.errors import DataError
@@ -301,8 +305,8 @@ def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
     files = input_files(inputs, suffix)
     if files and not any(map(has_rows, files)):
         raise DataError(
-            f"--json-keys names a field of rows, but {files[0]} is plain text by its ending; rows "
-            f"are in {ROW_ENDINGS} and datasets: rename the file, or leave out --json-keys"
+            f"--json-keys names a field of rows, but {files[0]} is plain text by its ending; use "
+            f"{ROW_ENDINGS} or a folder of the datasets library, or leave out --json-keys"
         )
 
 

@@ -1,6 +1,6 @@
 """Turn a folder of images into training data of pretrain_dit.py: shards of latents and an index.
 
-Images are found as datasets' imagefolder builder finds them: a folder per class, with classes
+The imagefolder builder of the datasets library finds the images: a folder per class, with classes
 numbered in the order of their names. Each image is cut to its middle square and resized. With --vae
 (the folder of a diffusers AutoencoderKL) the means of its latents are written, without noise;
 without --vae the colours themselves, from -1 to 1.
@@ -74,7 +74,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--input", type=Path, metavar="DIR", help="images, in a folder per class")
-    source("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
+    source("--check", type=Path, metavar="DIR", help="check all values of a folder of latents")
     add(
         "--num-classes",
         type=positive,
@@ -100,7 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=positive, default=32, metavar="N", help="images to encode at once")
     args = parser.parse_args(argv)
     if args.input is not None and args.output is None:
-        parser.error("--input needs --output; give --output DIR, where to write")
+        parser.error("--input needs --output; give --output DIR, the folder to write")
     if args.input is not None and args.num_classes is not None:
         parser.error("--num-classes is for --check; the classes of --input are its folders")
     return args
@@ -109,7 +109,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _batches(
     images: Path, pictures: Pictures, size: int, vae: Path | None, batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield latents [n, C, h, w] and labels [n] of a folder's images."""
+    """Yield batches of latents [n, C, h, w] and labels [n] of a folder's images."""
     rows = _image_folder(images)
     encode = None
     if vae is not None:
@@ -131,9 +131,11 @@ def _batches(
 
 
 def _image_folder(folder: Path) -> Any:
-    """Return a local folder's images, undecoded, with labels; print which files are not images.
+    """Return a local folder's images, undecoded, with labels; print a note on other files.
 
-    This uses datasets' own builder: no download, no remote code.
+    This uses the datasets library's own builder, so nothing is downloaded and no remote code runs.
+
+    Raises DataError if the images are not in one folder per class, or some would be left out.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(
@@ -145,8 +147,8 @@ def _image_folder(folder: Path) -> Any:
     if set(splits) != {"train"} or _named_as_split(folder):
         raise DataError(
             f"input {folder} has a folder that is called train, test, validation or the like, and "
-            "datasets would take it as a split and leave out others; name that folder as the "
-            f"input, such as {folder / 'train'}, or rename it"
+            "the datasets library would take it as a split and leave out others; name that folder "
+            f"as the input, such as {folder / 'train'}, or rename it"
         )
 
     rows = splits["train"]
@@ -166,9 +168,11 @@ def _image_folder(folder: Path) -> Any:
 
 
 def _load_splits(folder: Path) -> tuple[Any, set[str]]:
-    """Load a folder by datasets' imagefolder; return its splits and the endings of images.
+    """Load a folder with the imagefolder builder of the datasets library.
 
-    Raises DataError: datasets is not installed, or cannot read the folder.
+    Returns the splits, keyed by name, and the file endings that count as images.
+
+    Raises DataError if the library is not installed, or cannot read the folder.
     """
     try:
         from datasets import disable_progress_bars, load_dataset
@@ -176,11 +180,11 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
         from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     except ImportError as error:
         raise DataError(
-            "input is a folder of images, but datasets, which reads it, is not installed; "
-            "pip install datasets (make venv EXTRAS=images)"
+            "input is a folder of images, but the datasets library, which reads it, is not "
+            "installed; run pip install datasets (or make venv EXTRAS=images)"
         ) from error
 
-    disable_progress_bars()  # they would garble a one-line error message
+    disable_progress_bars()  # a bar would garble a one-line error message
     try:
         splits = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
     except (OSError, ValueError, DatasetGenerationError, BadZipFile) as error:
@@ -192,7 +196,7 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
 
 
 def _named_as_split(folder: Path) -> bool:
-    """Return True if datasets takes a folder inside as its training split.
+    """Return True if the datasets library would take a folder inside as the training split.
 
     It would then leave out all other folders.
     """
@@ -203,8 +207,8 @@ def _named_as_split(folder: Path) -> bool:
 def _check_classes(folders: set[Path]) -> None:
     """Raise DataError for nested folders of images, and for two folders of the same name.
 
-    datasets knows a class only by its folder's name: it would merge two folders of the same name,
-    and make two classes of nested folders.
+    The datasets library knows a class only by its folder's name: it would merge two folders of the
+    same name, and make two classes of nested folders.
     """
     by_name: dict[str, Path] = {}
     for folder in sorted(folders):
@@ -226,9 +230,9 @@ def _check_classes(folders: set[Path]) -> None:
 
 
 def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
-    """Print a note on files that datasets does not read as images, such as .heic.
+    """Print a note on files that the datasets library does not read as images, such as .heic.
 
-    Raises DataError: datasets leaves out images, since others are named like a split of the data.
+    Raises DataError if the library leaves out images because others are named like a data split.
     """
     images = []
     others = []
@@ -242,8 +246,8 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
 
     if others:
         print(
-            f"note: {len(others):,} files are not read, since datasets reads no images with their "
-            f"ending (the first: {others[0]})",
+            f"note: {len(others):,} files are not read, since the datasets library does not read "
+            f"images with their ending (the first: {others[0]})",
             file=sys.stderr,
         )
 
@@ -254,12 +258,12 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
         raise DataError(
             f"{len(images) - len(read):,} of {len(images):,} images of {folder} would be left out, "
             f"such as {example}, since others have train, test, validation or the like in their "
-            "names, and datasets takes these as a split; rename those others"
+            "names, and the datasets library takes these as a split; rename the others"
         )
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return True if datasets skips a part of the path."""
+    """Return True if the datasets library skips this path because a part of it is hidden."""
     return any(part.startswith((".", "__")) for part in path.parts)
 
 

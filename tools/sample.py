@@ -35,7 +35,7 @@ from train.run import run_entry
 
 @dataclass(frozen=True)
 class Session:
-    """A run's model and the settings to draw texts from it; collective."""
+    """A loaded model and the settings to draw texts from it; its methods are collective."""
 
     writer: Writer
     run: Run
@@ -46,7 +46,7 @@ class Session:
     def write(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Return the new tokens of each prompt.
 
-        Raises CheckpointError: the model's numbers overflow.
+        Raises CheckpointError if the model overflows.
         """
         args = self.args
         try:
@@ -92,9 +92,9 @@ class Session:
             turns = [*question, {"role": "assistant", "content": text}]
 
     def sample(self, texts: Sequence[str], text_ids: Sequence[list[int]]) -> None:
-        """Write the continuations of texts, and print them on the first rank.
+        """Continue each text with ``--num-samples`` samples, and print them on the first rank.
 
-        ``text_ids`` are the tokens of the texts.
+        ``text_ids`` are the token ids of the texts.
         """
         args = self.args
         begin = self._begin(text_ids)
@@ -122,11 +122,11 @@ class Session:
             shown = prompt[len(begin) :]
             if args.chat or args.prompt_file is not None:
                 print(_continuation(tokenizer, shown, ids))
-            else:  # one call for both parts: a piece's text can depend on the piece before
+            else:  # one call for both parts: a token's text can depend on the token before
                 print(tokenizer.detokenize([*shown, *_in_vocabulary(tokenizer, ids)]))
 
     def _begin(self, text_ids: Sequence[list[int]]) -> list[int]:
-        """Return the tokens before each text.
+        """Return the token ids to put before each text.
 
         A chat template writes its begin token itself. An empty prompt needs a token: the end token,
         since documents follow it in training.
@@ -155,8 +155,8 @@ class Session:
             return
         if longest_prompt + args.num_tokens > trained:
             print(
-                f"note: prompt and new tokens are more than the {trained} tokens that the model "
-                "was trained on at a time",
+                f"note: prompt and new tokens together exceed {trained} tokens, the length of the "
+                "sequences that the model was trained on",
                 file=sys.stderr,
             )
 
@@ -201,19 +201,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     source("--prompt-file", type=Path, metavar="FILE", help="file with the beginning of the text")
     add("--by-line", action="store_true", help="take each line of the file as a prompt")
-    add("--num-samples", type=positive, metavar="N", help="texts per prompt (2; with --chat 1)")
+    add(
+        "--num-samples",
+        type=positive,
+        metavar="N",
+        help="number of texts per prompt (default: 2; with --chat 1)",
+    )
     add(
         "--num-tokens",
         type=positive,
         metavar="N",
-        help="maximum number of new tokens per text (160; with --chat 1024)",
+        help="maximum number of new tokens per text (default: 160; with --chat 1024)",
     )
     add(
         "--temperature",
         type=at_least(0.0),
         default=0.8,
         metavar="T",
-        help="divisor of the logits; 0 takes the likeliest token (0.8)",
+        help="divisor of the logits; 0 takes the likeliest token (default: 0.8)",
     )
     add("--top-k", type=positive, metavar="K", default=50, help="draw from the K likeliest (50)")
     add(
@@ -272,12 +277,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _question(
     tokenizer: Tokenizer, template: ChatTemplate | None, turns: Sequence[Turn]
 ) -> list[int]:
-    """Return the tokens of a conversation up to the beginning of the answer.
+    """Return the token ids of a conversation, up to where the answer begins.
 
-    Raises DataError: a turn spells a special token, or the template fails.
+    Raises DataError if a turn's text spells a special token, or if the template fails.
     """
     assert template is not None
-    assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
+    assert isinstance(tokenizer, HuggingFaceTokenizer)  # no other tokenizer has a template
     from_user = [turn for turn in turns if turn["role"] != "assistant"]
     template.refuse_spelled(tokenizer, conversation_of_turns(from_user))
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
@@ -302,8 +307,8 @@ def _in_vocabulary(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of new tokens.
 
-    It is cut from the text of prompt and new tokens together: a piece's text can depend on the
-    piece before.
+    It is cut from the text of prompt and new tokens together, since a token's text can depend on
+    the token before it.
     """
     whole = tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])
     return whole[len(tokenizer.detokenize(prompt)) :]
@@ -346,7 +351,7 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(
             f"stop names {text!r}, but that is {ids} and not one token of {tokenizer.path}; name "
-            f"a token of it by its text or number, 0 to {tokenizer.vocab_size - 1}"
+            f"each token by its text or by its number, 0 to {tokenizer.vocab_size - 1}"
         )
 
     return ids[0]

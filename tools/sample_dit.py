@@ -126,7 +126,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=positive,
         default=64,
         metavar="N",
-        help="number of samples at once on each data-parallel rank (64)",
+        help="number of samples at once on each data-parallel rank (default: 64)",
     )
     add(
         "--seed",
@@ -138,7 +138,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             "(default: %(default)s)"
         ),
     )
-    add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
+    add("--vae", type=Path, metavar="DIR", help="folder of a diffusers AutoencoderKL, to decode")
     add("--output", type=Path, metavar="DIR", help="folder to write (default: in --load)")
     return parser.parse_args(argv)
 
@@ -146,7 +146,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     """Return the classes to draw.
 
-    Raises ConfigError: the model lacks one, or one is named twice.
+    Raises ConfigError if the model lacks a requested class, or if one is named twice.
     """
     if args.classes is None:
         return list(range(min(num_classes, DEFAULT_CLASSES)))
@@ -173,12 +173,12 @@ def _draw(
     sampling: SamplingConfig,
     classes: Sequence[int],
 ) -> None:
-    """Load the weights, draw and write; collective.
+    """Load the weights, draw samples and write their pictures; collective.
 
     The weights are the averages, or the trained ones with --no-ema or if the run has no averages.
     Nothing of the model outlives the call.
 
-    Raises CheckpointError: there is no such checkpoint, or its samples hold NaN or infinity.
+    Raises CheckpointError if there is no such checkpoint, or if its samples have NaN or infinity.
     """
     checkpoint = checkpoint_of(args.load, args.ckpt_step)
     averaged = bool(config.ema.ema_decay) and not args.no_ema
@@ -218,15 +218,15 @@ def _draw(
 
 
 def config_of(run: Path) -> DiTRunConfig:
-    """Load the configuration of a run, without float8. Raises ConfigError."""
+    """Load a run's configuration, with float8 switched off. Raises ConfigError."""
     return replace(load_config(config_file(run)), float8=Float8Config())
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     """Fit the run's configuration to a number of processes.
 
-    Pipeline stages would wait for each other, so there are none. Sampling needs no copies of shards
-    and no global batch, which would have to fit the number of processes.
+    Pipeline stages would wait for each other, so there are none. Copies of shards and the global
+    batch size are dropped too: sampling does not need them, and they might not fit the processes.
     """
     mesh = config.mesh
     if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):

@@ -39,16 +39,17 @@ TESTS = (
     "parallel/transformers/test_shard.py",
     "parallel/transformers/test_training.py",
 )
-"""Tests of longmesh that need only the vendored package."""
+"""Tests of longmesh, in tests/, that need only the vendored package; --package copies them."""
 
 
 def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, bytes]:
-    """Return the package's files by relative path; the same checkout gives the same bytes.
+    """Return the contents of the package's files, keyed by relative path.
 
-    ``namespace`` is the one of the package's custom operators, by default the package's name.
+    The same checkout gives the same bytes. ``namespace`` is that of the package's custom operators,
+    by default the package's name.
 
-    Raises UserError: a file imports a longmesh module that is not in the package, or cannot be
-    renamed.
+    Raises UserError if a file imports a longmesh module that is not in the package, or has an
+    import that cannot be renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
     commit = commit_of(ROOT, *folders, "LICENSE")
@@ -85,14 +86,14 @@ def _public_names(path: Path) -> list[str]:
 
 
 def with_origin(files: dict[str, bytes], commit: str) -> dict[str, bytes]:
-    """Add a file with the origin of the others and their digests."""
+    """Add ``ORIGIN``: the version and commit that the files come from, and their digests."""
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
 
 
 def template(file: str, **values: str) -> str:
-    """Return a file of the package or of its project, filled in."""
+    """Return a file of the package or its project: a template filled in with ``values``."""
     text = (TEMPLATES / f"{file}.in").read_text(encoding="utf-8")
     return text.format(version=__version__, **values)
 
@@ -130,8 +131,9 @@ def _imported_modules(source: bytes) -> Iterator[str]:
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
-    Raises UserError: the folder is not writable, or the target was not written by this command or
-    was changed since; InUseError: another process writes there; OSError: a file cannot be written.
+    Raises UserError if the folder is not writable, or if the target was not written by this command
+    or was changed since; InUseError if another process writes there; OSError if a file cannot be
+    written.
     """
     target = destination / name
     why = unwritable(destination, "name another folder")
@@ -200,7 +202,10 @@ def _check_target(target: Path) -> None:
 
 
 def _contents(folder: Path) -> dict[str, str]:
-    """Return each file's digest in a folder, or the kind of an entry; without Python's caches."""
+    """Return a folder's entries, keyed by relative path: a file's digest, or the entry's kind.
+
+    Python's caches are left out.
+    """
     contents = {}
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
@@ -218,9 +223,10 @@ def _contents(folder: Path) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """Return a package's name.
+    """Return a package's name, after checking it.
 
-    Raises UserError: the text is not a valid module name, or a module of Python or longmesh has it.
+    Raises UserError if it is not a valid module name, or names a module of Python, longmesh or a
+    library that the package imports.
     """
     others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
     if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
@@ -232,7 +238,7 @@ def _name(text: str) -> str:
 
 
 def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, bytes]:
-    """Return the files of a project around the package by relative path, with its tests."""
+    """Return the files of a project with the package and its tests, keyed by relative path."""
     files = {f"src/{name}/{path}": content for path, content in package.items()}
     for file in ("pyproject.toml", "README.md"):
         files[file] = template(file, name=name, commit=commit).encode()
@@ -253,7 +259,7 @@ def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, byte
 def wheel(destination: Path, files: dict[str, bytes]) -> Path:
     """Build the project's wheel into a folder, with this environment's setuptools; return its path.
 
-    Raises UserError: it cannot be built; the message quotes pip's last lines.
+    Raises UserError if it cannot be built; the message quotes the last words of pip.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "project")
@@ -291,8 +297,8 @@ def main(argv: list[str] | None = None) -> None:
         "--package",
         metavar="NAME",
         help=(
-            "write a project NAME/ with pyproject.toml and tests, and its wheel, "
-            "whose only module is NAME"
+            "write a project NAME/ with pyproject.toml and tests, and build its wheel; "
+            "their only module is NAME"
         ),
     )
     args = parser.parse_args(argv)

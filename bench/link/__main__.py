@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="maximum number of tokens per step (default: %(default)s)",
     )
-    batch_size = "number of sequences per step instead, so that tokens grow with the length"
+    batch_size = "number of sequences per step, instead of --tokens, whatever the length"
     add("--batch-size", type=positive, metavar="N", help=batch_size)
     add_link(parser, repeats=5)
     return parser
@@ -82,8 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace) -> Row:
     """Measure all settings of a command line, and print a line for each configuration.
 
-    Raises MeasureError: a rank failed; NetworkError: the machine does not allow the namespaces, or
-    tc does not know the rate.
+    Raises MeasureError if a rank failed, and NetworkError if the machine does not allow the
+    namespaces, or tc does not know the rate.
     """
     rows: list[Row] = []
     with corpus() as data:
@@ -105,7 +105,10 @@ def measure(args: argparse.Namespace) -> Row:
 def measure_setting(
     network: Network, setting: Row, data: Path, args: argparse.Namespace
 ) -> list[Row]:
-    """Return the rows of one setting, the reference's first."""
+    """Measure a setting's configurations; return a row for each, the reference's first.
+
+    A setting is a model, a link, a length and a batch size.
+    """
     model = setting["model"]
     cases = cases_of(model)
     rows: list[Row] = []

@@ -64,7 +64,7 @@ def names_in(name: str, source: str) -> Reads:
 def _environment() -> "Environment":
     """Return a jinja2 environment with the sandbox, loop controls and generation marks.
 
-    It behaves as the one in transformers' chat_template_utils.py.
+    It behaves like the environment in chat_template_utils.py of the transformers library.
     """
     from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols

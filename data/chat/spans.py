@@ -20,7 +20,7 @@ Spans = list[tuple[int, int]]
 
 
 def spans_between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
-    """Remove begin and end marks from a text; return it and the spans between them.
+    """Remove begin and end marks from a text; return the rest and the spans between the marks.
 
     The spans are None if begin and end marks do not alternate.
     """
@@ -92,7 +92,7 @@ def turn_ends(
     spans: Spans,
     text: str,
 ) -> list[int]:
-    """Return the added tokens at the ends of the spans, ignoring trailing white space."""
+    """Return the ids of the added tokens that end the spans, ignoring trailing white space."""
     ends = []
     for begin, end in spans:
         token = int(np.searchsorted(offsets[:, 0], end)) - 1

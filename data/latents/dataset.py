@@ -26,9 +26,9 @@ class LatentDataConfig:
     """Settings of the latents to train on."""
 
     data_path: tuple[str, ...] = (DIGITS,)
-    """Folders of latents that tools/prepare_latents.py wrote, taken together; or digits,
-    scikit-learn's 1,797 images of handwritten digits, 8 x 8 in one channel, which need no
-    download."""
+    """Folders of latents that tools/prepare_latents.py wrote; their samples are combined. The name
+    digits stands for scikit-learn's 1,797 images of handwritten digits, 8 x 8 in one channel, which
+    need no download."""
     split: str = "90,10"
     """Shares of the samples for training and validation. The division depends only on the number
     of samples.
@@ -71,7 +71,7 @@ class LatentSamples:
 
     Args:
         latents: the samples of all datasets.
-        rows: numbers of this dataset's rows in `latents`, int64 [samples].
+        rows: indices in `latents` of this dataset's samples, int64 [samples].
         seed: seed of the order.
     """
 
@@ -87,7 +87,7 @@ class LatentSamples:
         return len(self._rows)
 
     def row(self, index: int) -> int:
-        """Return the row of sample `index`."""
+        """Return the row of `latents` that is sample `index`."""
         epoch, within_epoch = divmod(index, len(self._rows))
         if epoch != self._epoch:
             # RandomState's stream is frozen: every numpy gives the same order. It is seeded with a
@@ -126,8 +126,8 @@ def build_latent_datasets(
     Validation is None if its share is 0. Sample n is a pure function of (data, split, seed, n).
 
     Collective over all ranks if a process group is initialised: a failure on one rank raises on
-    all. Raises DataError: latents of another shape than the model's, labels outside [0,
-    num_classes), an empty or broken folder (`LatentFolder`), or an empty split; names file and row.
+    all. Raises DataError if latents have another shape than the model's, a label is outside [0,
+    num_classes), a folder is empty or broken (`LatentFolder`), or no sample is left to train on.
     """
     from runtime.together import raise_together
 

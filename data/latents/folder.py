@@ -28,7 +28,7 @@ INDEX = "index.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 _SAFETENSORS = {"F32": "float32", "F16": "float16"}
 _BLOCK = 1 << 22
-"""Number of values that are checked at once."""
+"""Number of values that `check_finite` reads at once, which bounds its memory."""
 _WRITE = "write the folder again (tools/prepare_latents.py)"
 
 
@@ -38,15 +38,15 @@ class Shard:
 
     path: Path
     labels: np.ndarray
-    """int64 [samples]."""
+    """Class of each sample, int64 [samples]."""
     labels_path: Path
     """File of the labels; `path` itself if one file holds both."""
     read: Callable[[slice], np.ndarray]
-    """Read rows of the latents, [rows, *shape]."""
+    """Returns a slice of the file's latents, [rows, *shape]."""
 
 
 class Latents:
-    """The samples of several shards in order, all of one shape."""
+    """Latents and labels of several shards, as one sequence of samples of the same shape."""
 
     def __init__(self, shards: Sequence[Shard], shape: tuple[int, ...]) -> None:
         self.shards = shards
@@ -103,8 +103,8 @@ class LatentFolder(Latents):
     def __init__(self, folder: str | Path) -> None:
         """Open the folder and check everything but the values (`check_finite`).
 
-        Raises DataError: the index is missing or broken, a shard is missing, broken or different
-        from its entry in the index, or labels are not integers; the message names the file.
+        Raises DataError, naming the file, if the index is missing or broken, a shard is missing,
+        broken or different from its entry in the index, or labels are not integers.
         """
         self.folder = Path(folder)
         index = _index(self.folder)
@@ -135,7 +135,7 @@ class LatentFolder(Latents):
 def latents_fingerprint(folder: str | Path) -> str:
     """Return the fingerprint of a folder's index and the files that it names.
 
-    Raises DataError (`LatentFolder`).
+    Raises DataError if the index is missing or broken, or if a file is missing.
     """
     folder = Path(folder)
     paths = []
@@ -154,7 +154,7 @@ def _missing(path: Path) -> DataError:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """Return the checked content of a folder's index. Raises DataError."""
+    """Return the content of a folder's index. Raises DataError if it is missing or invalid."""
     path = folder / INDEX
     if not folder.is_dir():
         raise DataError(
@@ -183,7 +183,7 @@ def _index(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}"
         )
-    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON lists are unhashable
+    if index.get("dtype") not in list(DTYPES):  # a dict lookup would fail for a JSON list
         raise DataError(
             f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}"
         )
@@ -212,7 +212,7 @@ def _check_entry(path: Path, entry: Any) -> None:
 
 
 def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Shard:
-    """Open a shard, and check it against its entry of the index. Raises DataError."""
+    """Open a shard. Raises DataError if it cannot be read or differs from its index entry."""
     path = folder / entry["latents"]
     samples = entry["samples"]
     labels_path = path

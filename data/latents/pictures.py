@@ -26,8 +26,8 @@ _PHOTOMETRIC_TAG = 262
 _WHITE_IS_ZERO = 0
 _ORIENTATION = 0x0112
 _NOTES = {
-    "transparent": "have transparent parts, which are laid on white",
-    "frames": "have several frames; the first is taken",
+    "transparent": "have transparent parts, which are blended with white",
+    "frames": "have several frames; only the first is used",
     "profile": "have a colour profile other than sRGB, which is not applied",
 }
 
@@ -47,7 +47,8 @@ class Pictures:
             content: bytes of the file, to read instead of the path.
             size: height and width of the result.
 
-        Raises DataError: the file is not a picture, or its black and white are not known.
+        Raises DataError if the file is not a picture, or if its values for black and white are not
+        known.
         """
         from PIL import Image, ImageOps
 
@@ -73,7 +74,7 @@ class Pictures:
         side = min(upright.size)
         left = (upright.width - side) // 2
         top = (upright.height - side) // 2
-        # Not cropped by resize's argument box: the filter would use pixels outside the square.
+        # Crop first: with resize(box=...) the filter would use pixels outside the square.
         cropped = upright.crop((left, top, left + side, top + side))
         resized = cropped.resize((size, size), Image.Resampling.BICUBIC)
         pixels = np.asarray(resized, dtype=np.float32)
@@ -82,7 +83,7 @@ class Pictures:
         return pixels.transpose(2, 0, 1) / 127.5 - 1
 
     def notes(self) -> list[str]:
-        """Return a line per kind of change: the number of pictures and the first of them."""
+        """Return a line per kind of change, with the number of pictures and the first of them."""
         return [
             f"{count:,} pictures {_NOTES[kind]} (the first: {self._first[kind]})"
             for kind, count in sorted(self._counts.items())
@@ -117,9 +118,9 @@ def _scale_transparency(image: "Image") -> None:
 
 
 def _colours(image: "Image") -> "Image":
-    """Convert a picture to mode RGB; one deeper than 8 bits, to mode F from 0 to 255.
+    """Convert a picture to mode RGB or, if deeper than 8 bits, to mode F from 0 to 255.
 
-    Raises ValueError (`_one_deep_channel`).
+    Raises ValueError under the same conditions as `_one_deep_channel`.
     """
     from PIL import Image
 
@@ -138,7 +139,7 @@ def _colours(image: "Image") -> "Image":
 def _one_deep_channel(image: "Image") -> np.ndarray:
     """Convert deep integers or floats to float32 [H, W] from 0 to 255.
 
-    Raises ValueError: it is not known which value is white.
+    Raises ValueError if it is not known which value is white.
     """
     values = np.asarray(image).astype(np.float64)
     if image.mode == "F":

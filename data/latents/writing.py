@@ -24,11 +24,11 @@ def write_latents(
     samples_per_shard: int = 4096,
     kind: Literal["npy", "safetensors"] = "npy",
 ) -> int:
-    """Write batches of latents [n, *shape] and labels [n] as a folder; return their number.
+    """Write batches of latents [n, *shape] and labels [n] as a folder; return the sample count.
 
     Shards are filled in order; they appear at the end, the index last, so a killed write leaves no
-    valid folder. If anything raises, `batches` included, no file is left. Raises DataError: the
-    folder has an index, is being written or is not writable, there are no samples, or latents
+    valid folder. If anything raises, `batches` included, no file is left. Raises DataError if the
+    folder has an index, is being written or is not writable, if there are no samples, or if latents
     differ in shape or are not finite (also after the cast to `dtype`: float16 has a smaller range).
     """
     folder = Path(folder)
@@ -39,7 +39,7 @@ def write_latents(
         with _writable(folder):
             stack.enter_context(owned(folder))
         if (folder / INDEX).exists():
-            raise DataError(f"{folder} holds latents already; give another folder, or remove it")
+            raise DataError(f"{folder} already holds latents; give another one, or remove this one")
         drafts_of = stack.enter_context(drafting())
         for latents, labels in _regrouped(batches, samples_per_shard):
             shape = shape or latents.shape[1:]
@@ -66,7 +66,7 @@ def write_latents(
 def _cast(latents: np.ndarray, dtype: str, first: int) -> np.ndarray:
     """Cast latents to a dtype, in contiguous memory.
 
-    Raises DataError for a NaN or an infinity; `first` is the number of the first sample.
+    Raises DataError for a NaN or an infinity; `first` is the first sample's number, for messages.
     """
     with np.errstate(over="ignore"):  # an overflow gives an infinity, reported below
         # Contiguous: safetensors writes an array's memory as is, whatever its strides.

@@ -19,7 +19,7 @@ def recorded_begin(prefix: str) -> tuple[int, ...] | None:
 def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
     """Return a note if an older version prepared documents without the tokenizer's begin tokens.
 
-    Raises DataError: the documents of two prefixes begin with different tokens.
+    Raises DataError if the documents of two prefixes begin with different tokens.
     """
     records: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -49,7 +49,7 @@ def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
 
 
 def _prepared(prefix: str) -> dict[str, Any] | None:
-    """Return the recorded facts about documents of text; None for conversations or no record."""
+    """Return a prefix's record if it holds text documents; None for conversations or no record."""
     prepared = prepared_record(prefix)
     return prepared if prepared.get("conversations", "unknown") is None else None
 

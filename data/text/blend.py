@@ -27,7 +27,7 @@ class EpochedDataset:
     """A dataset of endless epochs: sample n is sample n mod len of epoch n // len.
 
     Each epoch has every token once, in a different order. Megatron builds one index over all
-    epochs of a run instead, so that its order depends on the run's length: a run that is prolonged
+    epochs of a run instead, so its order depends on the run's length: a run that is extended
     would then see other samples.
     """
 
@@ -45,7 +45,7 @@ class EpochedDataset:
     eod_mask_loss: bool = False
     """Mask the loss of labels that begin another document; samples must have `begins`."""
     tells_documents: bool = False
-    """Add `starts` to the samples, which marks the documents' first tokens; needs `begins`."""
+    """Add `starts`, a mask of the documents' first tokens, to the samples; needs `begins`."""
     check: Callable[[], None] = lambda: None
     """Called before each sample; raises DataError if the files have changed."""
     share: float = 1.0
@@ -64,8 +64,8 @@ class EpochedDataset:
         """Return sample `index` >= 0, or a filler without loss for None.
 
         It holds `tokens`, `labels`, `loss_mask` and, with `tells_documents`, `starts`, each [S].
-        Raises DataError: a token id outside the vocabulary, or a changed file; names the file and
-        the sample.
+        Raises DataError, naming the file, if a token id is outside the vocabulary, the file has
+        changed, or the cache of sample indices is damaged.
         """
         epoch = 0
         within_epoch = None
@@ -77,7 +77,7 @@ class EpochedDataset:
         except (IndexError, OverflowError) as error:
             raise DataError(
                 f"{self.name}: sample {index} is not in the file ({error}); the cache of sample "
-                "indices is damaged: remove this cache, which is then written anew"
+                "indices is damaged: remove this cache, and the next run writes it again"
             ) from error
 
         tokens = sample["tokens"]
@@ -91,7 +91,7 @@ class EpochedDataset:
         if index is not None and (num_masked := int((loss_mask == 0).sum())):
             # GPTDataset masks labels equal to its pad id, -1, and hides them.
             raise DataError(
-                f"{self.name}: sample {index} holds token id -1 in {num_masked} places; "
+                f"{self.name}: sample {index} holds token id -1 at {num_masked} positions; "
                 "write the file again"
             )
         finished = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
@@ -153,7 +153,7 @@ class BlendedDataset:
         ranks = np.concatenate([np.arange(count) for count in self._counts])
         order = np.argsort((ranks + 0.5) / self._counts[owners], kind="stable")
         self._owners = owners[order]  # [_PERIOD]
-        self._ranks = ranks[order]  # [_PERIOD]: samples of the same owner before it
+        self._ranks = ranks[order]  # [_PERIOD]: number of earlier samples of its dataset
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the dataset of sample `index` and the sample's number in it."""

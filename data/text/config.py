@@ -27,9 +27,9 @@ class DataConfig:
     next to the data.
     """
     blend_by_length: tuple[str, ...] = ()
-    """TOKENS:SHARE ...: the share of each file's training tokens that is drawn from documents of
-    more than TOKENS tokens, up to the next TOKENS: 4096:0.2 32768:0.5 leaves 0.3 for documents of
-    up to 4096. By default the shares are those of the files."""
+    """Blend each file's training tokens by document length, TOKENS:SHARE ...: SHARE of them come
+    from documents of more than TOKENS tokens, up to the next TOKENS. 4096:0.2 32768:0.5 leaves 0.3
+    for documents of up to 4096. By default the shares are those of the files."""
     pack_documents: bool = False
     """Fill samples with whole documents by best fit; Megatron cuts samples from one stream. Only a
     document of more than seq_length tokens is cut, no label is another document's token, and the
@@ -87,7 +87,7 @@ class DataConfig:
 
     @property
     def packing(self) -> str:
-        """Words that describe how documents are packed in a sequence; empty for one stream."""
+        """Words for messages on how documents are packed in a sequence; empty for one stream."""
         if self.reset_position_ids and self.reset_attention_mask:
             return f" of packed {'conversations' if self.sft else 'documents'}, each by itself"
         if self.reset_attention_mask:
@@ -98,7 +98,7 @@ class DataConfig:
 
     @property
     def length_blend(self) -> str:
-        """Words that describe the shares of tokens by document length."""
+        """Words for messages on the shares of tokens by document length."""
         parts = length_shares(self.blend_by_length)
         texts = []
         for number, (_, share) in enumerate(parts, start=1):
@@ -112,7 +112,7 @@ class DataConfig:
 def split_shares(split: str) -> list[float]:
     """Parse a split such as "95,5,0" into three shares that sum to 1.
 
-    Missing shares are 0. Raises DataError.
+    Missing shares are 0. Raises DataError if the split has another form.
     """
     try:
         shares = [float(share) for share in split.split(",")]
@@ -134,7 +134,8 @@ def split_shares(split: str) -> list[float]:
 def length_shares(blend_by_length: Sequence[str]) -> list[tuple[int, float]]:
     """Parse ("4096:0.2", "32768:0.5") into [(0, 0.3), (4096, 0.2), (32768, 0.5)].
 
-    No words give [(0, 1.0)]. Raises DataError: a word has another form, thresholds do not ascend
+    Each pair is a length that documents exceed, in tokens, and their share of the tokens; without
+    words it is [(0, 1.0)]. Raises DataError if a word has another form, thresholds do not ascend
     from 1, or shares are not above 0 with a sum below 1.
     """
     shares: list[tuple[int, float]] = []
@@ -158,10 +159,11 @@ def length_shares(blend_by_length: Sequence[str]) -> list[tuple[int, float]]:
 
 
 def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Return a data_path's prefixes and weights; weights None mean by size, as in Megatron.
+    """Return the prefixes of a data_path and their weights.
 
-    Raises DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix
-    ends in .bin or .idx.
+    Without weights (None), datasets are weighted by size, as in Megatron. Raises DataError if
+    weights and prefixes do not alternate, a weight is not above 0, or a prefix ends in .bin or
+    .idx.
     """
     if not data_path:
         raise DataError(

@@ -26,7 +26,7 @@ Row = tuple[str, Any]
 """A row's source, such as "a.jsonl, line 3", and the row or the DataError of a broken line."""
 _CHUNK = 1 << 20
 _GAP = re.compile(r"[\s,]*")
-_DATASET_FILES = ("state.json", "dataset_dict.json")  # of datasets' save_to_disk
+_DATASET_FILES = ("state.json", "dataset_dict.json")  # written by datasets' save_to_disk
 _JSON_NAMES = {
     dict: "an object",
     list: "a list",
@@ -41,8 +41,8 @@ class Corpus:
     """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8, repeatedly.
 
     A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; any
-    other file is one document as a whole. Empty documents are skipped. Raises DataError while
-    iterating: a file cannot be read; the message names the file and the line.
+    other file is one document as a whole. Empty documents are skipped. Iterating raises DataError,
+    with the file and the line, if a file cannot be read.
     """
 
     files: Sequence[Path]
@@ -98,7 +98,7 @@ def _looks_like_rows(text: str) -> bool:
 
 
 def _text(where: str, row: Any, key: str) -> str:
-    """Return the text of a row. Raises DataError."""
+    """Return the text of a row. Raises DataError if it has no valid text."""
     if isinstance(row, DataError):
         raise DataError(f"{where}: {row}")
     if not isinstance(row, dict):
@@ -109,7 +109,7 @@ def _text(where: str, row: Any, key: str) -> str:
         names = [json.dumps(name, ensure_ascii=False) for name in row]
         raise DataError(
             f'{where}: has no field "{key}"; its fields are {first_few(names, 8) or "none"}: '
-            "name the one that holds the text with --json-keys"
+            "give the field that holds the text to --json-keys"
         )
     text = row[key]
     if not isinstance(text, str):
@@ -205,7 +205,7 @@ def is_dataset(path: Path) -> bool:
 def has_rows(path: Path) -> bool:
     """Return whether a path has rows, for ``rows`` to read; any other file is a single text.
 
-    Raises DataError (`form_of`).
+    Raises DataError under the same conditions as `form_of`.
     """
     return is_dataset(path) or form_of(path) != "text"
 
@@ -222,8 +222,8 @@ def size_of(path: Path) -> int:
 def rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a dataset in order.
 
-    Memory does not grow with the file. Raises DataError: the file cannot be read, is cut off or
-    has another format, or a package is not installed.
+    Memory does not grow with the file. Raises DataError if the file cannot be read, is cut off or
+    has another format, or if a package is not installed.
     """
     if is_dataset(path):
         yield from _dataset(path)
@@ -264,8 +264,8 @@ def _lines(path: Path) -> Iterator[Row]:
 def _array(path: Path) -> Iterator[Row]:
     """Yield the elements of an array.
 
-    They are decoded from a buffer of the file. If it ends inside an element, at least as
-    much again is read, so that an element of n characters is parsed O(log n) times.
+    They are decoded from a buffer of the file. If the buffer ends inside an element, at least as
+    much again is read, so an element of n characters is parsed O(log n) times.
     """
     decode = json.JSONDecoder().raw_decode
     text = ""
@@ -275,7 +275,7 @@ def _array(path: Path) -> Iterator[Row]:
     with opened(path) as (stream, encoding):
         file = io.TextIOWrapper(stream, encoding)
         while True:
-            begin = _GAP.match(text, position).end()  # type: ignore[union-attr]  # it can be empty
+            begin = _GAP.match(text, position).end()  # type: ignore[union-attr]  # matches always
             line += text.count("\n", position, begin)
             position = begin
             if number == 0 and text.startswith("[", position):
@@ -361,7 +361,7 @@ def _dataset(path: Path) -> Iterator[Row]:
             yield f"{path}, row {number}", row
     except DataError:
         raise
-    except Exception as error:  # its readers and the network raise many types
+    except Exception as error:  # the library's readers and the network raise many types
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"{path} cannot be read after row {number} ({reason}); check its name and files"

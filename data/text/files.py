@@ -47,7 +47,7 @@ _DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
     ".zst": lambda path: _by_arrow(path, "zstd"),
     ".lz4": lambda path: _by_arrow(path, "lz4"),
 }
-_MARKS = {  # the longest first: the mark of UTF-32 begins with that of UTF-16
+_MARKS = {  # longest first: the byte-order mark of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",
@@ -59,7 +59,7 @@ _MARKS = {  # the longest first: the mark of UTF-32 begins with that of UTF-16
 def form_of(path: Path) -> Form:
     """Return the format of a file from its name's ending; an unknown ending means text.
 
-    Case and an ending for compression are ignored. Raises DataError: the file is a table or an
+    Case and an ending for compression are ignored. Raises DataError if the file is a table or an
     archive, which would otherwise be trained on as one text.
     """
     endings = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -82,9 +82,9 @@ def form_of(path: Path) -> Form:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
-    """Open a file, decompress it and skip a UTF-8 mark; yield the stream and its encoding.
+    """Open and decompress a file, skip a UTF-8 byte-order mark; yield the stream and its encoding.
 
-    Raises DataError: the file cannot be read, or its compressed content is cut off.
+    Raises DataError if the file cannot be read, or if its compressed content is cut off.
     """
     open_file = _DECOMPRESSORS.get(path.suffix.lower(), lambda path: path.open("rb"))
     try:
@@ -116,7 +116,7 @@ def _encoding(stream: io.BufferedReader) -> str:
 def text_of(path: Path) -> str:
     """Return a file's text without a byte-order mark.
 
-    Raises DataError (`opened`), and for NUL characters.
+    Raises DataError if the file cannot be read or decoded, or if it holds NUL characters.
     """
     with opened(path) as (file, encoding):
         content = file.read()

@@ -24,7 +24,7 @@ from runtime.errors import DataError, StoppedError
 from runtime.files import reason, replacing
 
 LOSS_MASK = "_loss_mask"
-"""Suffix for the prefix of a second pair, which marks the tokens of conversations with loss."""
+"""Suffix of the prefix of a second pair: the loss mask of conversations, 1 or 0 for each token."""
 REWRITE = "write the pair again (tools/prepare_data.py)"
 """Advice in error messages about a broken pair."""
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -59,8 +59,8 @@ class Indexed:
     def document_lengths(self) -> np.ndarray:
         """Number of tokens of each document of text, or of each conversation: int32 [documents].
 
-        If ``is_lumped``, each sequence counts as a document. Raises DataError: document bounds do
-        not ascend, or a document has 2^31 tokens or more.
+        If ``is_lumped``, each sequence counts as a document. Raises DataError if document bounds do
+        not ascend, or if a document has 2^31 tokens or more.
         """
         _check_bounds(self)
         if not self.joins_sequences:
@@ -112,7 +112,7 @@ class Indexed:
             raise DataError(
                 f"tokenizer {path} is not the one that wrote {self.prefix}.bin, or is damaged "
                 f"(SHA-256 {sha256[:12]}, recorded {str(recorded)[:12]}); give --tokenizer-model "
-                f"the one that wrote it, or {REWRITE}"
+                f"the tokenizer that wrote it, or {REWRITE}"
             )
         if prepared.get("tokenizer_settings") not in (None, settings):
             raise DataError(
@@ -136,7 +136,8 @@ def prepared_record(prefix: str) -> dict[str, Any]:
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
     """Open `prefix`.bin/.idx after checking the `.idx`'s header and both files' sizes.
 
-    Raises DataError: a file is missing, of another format, or of another size than the `.idx` says.
+    Raises DataError if a file is missing, has another format, or has another size than the `.idx`
+    says.
     """
     prefix = os.fspath(prefix)
     index = Path(f"{prefix}.idx")
@@ -181,7 +182,7 @@ def _check_existence(prefix: str, index: Path, data: Path) -> None:
 def _read_header(index: Path) -> tuple[int, int, int]:
     """Return the dtype code, the number of sequences and the number of document bounds.
 
-    Raises DataError: the header has another format, or the file's size does not match it.
+    Raises DataError if the header has another format, or if the file's size does not match it.
     """
     size = index.stat().st_size
     with index.open("rb") as stream:
@@ -226,7 +227,7 @@ def check_indexed(
         scan_tokens: number of tokens to check at the head and at the tail of the `.bin`.
         missing: returns a message for an id that the tokenizer has and the model lacks, else None.
 
-    Raises DataError: a check fails; the message names the file, the problem and the fix.
+    Raises DataError, with the file, the problem and the fix, if a check fails.
     """
     indexed = open_indexed(prefix)
     _check_arrays(indexed)
@@ -297,12 +298,12 @@ def write_index(
 def token_counts(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> np.ndarray:
     """Count each id among the first `limit` tokens of `prefix`.bin, int64 [largest id + 1].
 
-    Raises DataError (`open_indexed`).
+    Raises DataError under the same conditions as `open_indexed`.
     """
     indexed = open_indexed(prefix)
     counts = np.zeros(1, dtype=np.int64)
     size = min(indexed.tokens, limit)
-    with open(f"{prefix}.bin", "rb") as file:  # a memory map would keep all of it in memory
+    with open(f"{prefix}.bin", "rb") as file:  # a memory map would keep the whole file in memory
         for start in range(0, size, _BLOCK):
             ids = np.fromfile(file, indexed.dtype, min(size - start, _BLOCK))
             total = np.bincount(ids, minlength=len(counts))
@@ -322,7 +323,7 @@ def entropy(counts: np.ndarray) -> float:
 
 @contextmanager
 def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Do as `runtime.files.replacing`, but raise StoppedError if a file cannot be written."""
+    """Write files like `runtime.files.replacing`, but raise StoppedError if that is impossible."""
     try:
         with replacing(*paths) as drafts:
             yield drafts

@@ -36,12 +36,12 @@ def build_datasets(
     `labels`, int64 [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if
     `config.tells_documents`, `starts`, bool [seq_length].
 
-    ``vocab_size`` is the model's, by default the tokenizer's: an id that the model lacks raises an
-    error that names the token.
+    ``vocab_size`` is the model's, by default the tokenizer's. A token id that the model lacks
+    raises an error that names the token.
 
     Collective over all ranks if a process group is initialised: rank 0 checks the files and writes
-    the index caches, the others map them. A failure on one rank raises on all. Raises DataError: a
-    bad file (`check_indexed`), a split without a single sample, or a cache that cannot be written.
+    the index caches, the others map them. A failure on one rank raises on all. Raises DataError if
+    a file is bad (`check_indexed`), a split has no sample, or a cache cannot be written.
     """
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def build_datasets(
         megatron_core()  # takes seconds: import on all ranks at once, not in turns
 
     files: list[Splits] = []
-    # Rank 0 scans the files and writes first; the others map only finished files.
+    # Rank 0 first checks the files and writes the caches, so the others map only finished caches.
     for is_turn in (is_first, not is_first):
         with raise_together():
             if not is_turn:
@@ -128,8 +128,8 @@ def _conversation_splits(
 ) -> Splits:
     """Return each split's endless dataset of packed conversations; none if its share is 0.
 
-    Splits are cut between samples, which are already packed and shuffled. Raises DataError: a share
-    leaves no sample.
+    Splits are cut between samples, which are already packed and shuffled. Raises DataError if a
+    share above 0 leaves no sample.
     """
     missing = partial(tokenizer.missing, entries)
     samples = Conversations(prefix, entries, seq_length, check, missing)

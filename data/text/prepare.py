@@ -58,11 +58,11 @@ _BYTES_PER_WORKER = 1 << 23
 
 @dataclass
 class TokenFiles:
-    """Tokens of all documents or conversations in files, with their lengths and counts."""
+    """Files with the tokens of all documents or conversations, and their lengths and counts."""
 
     ids: IO[bytes]
     learned: IO[bytes] | None
-    """For conversations, a byte per token, 1 if it has a loss; None for text."""
+    """For conversations, a byte per token, 1 if it carries loss; None for text."""
     lengths: list[np.ndarray] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -84,7 +84,7 @@ class TokenFiles:
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of drafts from which versions before 2026-11-28 resumed a killed preparation."""
+"""Endings of files that killed runs of versions before 2026-11-28 left behind, to be removed."""
 
 
 def prepare(
@@ -94,7 +94,7 @@ def prepare(
     progress: bool = True,
     workers: int | None = 1,
 ) -> tuple[Prepared, bool]:
-    """Write `prefix`.bin, .idx and .json, the record of the request, and a trained tokenizer.
+    """Write `prefix`.bin and .idx, the record `prefix`.json, and a tokenizer if one is trained.
 
     The tokenizer is `prefix`.model, or the folder `prefix`_tokenizer for conversations. Complete
     data of the same request and unchanged input is kept. The files appear together at the end or
@@ -102,8 +102,8 @@ def prepare(
     many as the input keeps busy); a stopped run starts over. Returns facts about the data, and
     whether it was kept.
 
-    Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the
-    prefix, or another process writing there.
+    Raises DataError if there is nothing to read, a file is unreadable, the tokenizer is bad, the
+    prefix has other data, or another process writes there.
     """
     if not prefix.name:
         raise DataError(
@@ -142,7 +142,8 @@ def prepare(
 def _lock(request: Request, prefix: Path, locks: ExitStack) -> None:
     """Lock every name that the request writes.
 
-    Raises DataError: another process writes there. Raises StoppedError: the folder is not writable.
+    Raises DataError if another process writes there, and StoppedError if the folder is not
+    writable.
     """
     stems: dict[str, None] = {}
     for end in ends_of(request):
@@ -231,7 +232,7 @@ def _train(
 
 
 def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
-    """Read all input once; return its size, in bytes of text or in conversations.
+    """Read all input once; return its number of bytes of text or of conversations.
 
     Returns None if the input is on the hub. An unreadable file must fail now, not after hours of
     training a tokenizer.
@@ -283,7 +284,7 @@ def _tokens(
     if request.chat is None:
         work = partial(tokenized, tokenizer, add_bos_token=request.add_bos_token)
     else:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
+        assert isinstance(tokenizer, HuggingFaceTokenizer)  # others have no chat template
         template = load_template(tokenizer.path, request.chat.chat_template)
         work = partial(convert, request.chat, template, tokenizer)
         items = map(partial(with_conversation, template.reads), items)
@@ -356,7 +357,7 @@ def _counts_after(counts: Counter[str], start: str) -> dict[str, int]:
 
 
 def _turn_ends(tokenizer: Tokenizer, counts: Counter[str]) -> list[int]:
-    """Return the tokens at which generation should stop, the most frequent first.
+    """Return the ids of the tokens at which generation should stop, the most frequent first.
 
     A special token counts if it ends any turn. An ordinary added token counts only if it ends at
     least half of the turns, because at the end of a few turns it may be part of their text.

@@ -24,7 +24,7 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
-"""Names of counts: conversations by outcome, pieces left out, and learned tokens."""
+"""Names of counters: conversations by outcome, pieces left out, and tokens that carry loss."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 CHAT = "chat"
 """Key, in records and checkpoints, of the chat template and the tokens that end turns."""
@@ -47,11 +47,11 @@ class Request:
     max_bytes: int | None = None
     """Number of bytes of text after which to stop; None reads everything."""
     json_key: str = "text"
-    """Field of a row that has the text."""
+    """Field of a row that holds the text."""
     chat: Chat | None = None
     """Settings for conversations; None prepares text."""
     add_bos_token: AddBos = "auto"
-    """Begin documents of text with a begin token; auto: if the tokenizer adds one by itself."""
+    """Policy for a begin token before each document of text, as in `AddBos`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +73,23 @@ class Prepared:
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
-    """Number of unknown tokens, or of tokens dropped for lack of an unknown token: lost text."""
+    """Number of tokens whose text is lost: unknown tokens, or dropped ones if there is no such
+    token."""
     conversations: dict[str, int] | None = None
-    """Numbers of conversations read, kept whole, split, truncated and refused; left_out: pieces of
-    split conversations without loss; learned: tokens that carry loss; samples; places: positions
-    in the samples."""
+    """Counts, keyed by name. read, kept (whole), split, truncated, refused: conversations;
+    left_out: pieces of split conversations, left out because they carry no loss; learned: tokens
+    that carry loss; samples; places: positions in all samples."""
     begin: list[int] | None = None
     """Token ids that begin each document of text; None in older records and for conversations."""
     unread: dict[str, int] | None = None
-    """Number of conversations with each key that nothing reads, or part that a template omits."""
+    """Number of conversations, keyed by a note on content that was not read or was left out."""
     tokenizer_settings: str | None = None
     """Digest of the settings in files next to a tokenizer.json; None in older records."""
     turn_ends: list[int] | None = None
     """Token ids that end the assistant's turns, the most frequent first."""
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for numbers that no preparation records."""
+        """Raise TypeError or ValueError for values that no preparation would have recorded."""
         counts = [
             self.documents,
             self.tokens,
@@ -115,7 +116,7 @@ class Prepared:
 
     @property
     def summary(self) -> str:
-        """One line about the data."""
+        """One line about the data, to print."""
         tokens = f"{self.tokens:,} tokens ({self.dtype})"
         counts = self.conversations
         if counts is None:
@@ -137,7 +138,7 @@ class Prepared:
 def existing(request: Request, prefix: Path) -> Prepared | None:
     """Return the facts about the data at a prefix, if this request made it; None without data.
 
-    Raises DataError: the data is of another request or incomplete, or its input has changed.
+    Raises DataError if the data is incomplete or of another request, or if its input has changed.
     """
     remedy = "give --overwrite to write it anew, or another --output-prefix"
     ends = ends_of(request)
@@ -152,7 +153,7 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
         )
 
     prepared, made_with, old_inputs = _read_record(with_end(prefix, ".json"), remedy)
-    defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
+    defaults = {field.name: field.default for field in fields(Request)}  # for older records
     for name, value in made_with_of(request).items():
         if made_with.get(name, defaults.get(name)) != value:
             raise DataError(
@@ -184,7 +185,7 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
 def _read_record(
     record: Path, remedy: str
 ) -> tuple[Prepared, dict[str, Any], dict[str, list[int]]]:
-    """Return the facts, the request and the input files of a record. Raises DataError."""
+    """Return a record's facts, request and input files. Raises DataError if it is not valid."""
     if not (record.is_file() or record.is_dir()):
         raise DataError(f"{record} is not a file; {remedy}")
     try:
@@ -221,7 +222,7 @@ def _check_tokenizer(request: Request, prefix: Path, prepared: Prepared, remedy:
 
 
 def made_with_of(request: Request) -> dict[str, Any]:
-    """Return the request as recorded: paths absolute, the chat template by its digest."""
+    """Return the request as recorded: with absolute paths and the chat template's digest."""
     made_with = asdict(request)
     made_with["inputs"] = [
         path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs

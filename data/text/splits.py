@@ -48,7 +48,7 @@ class DocumentGroup(NamedTuple):
 
     split: str
     longer_than: int = 0
-    """Number of tokens that each document exceeds."""
+    """Number of tokens that every document of the group exceeds."""
     up_to: float = math.inf
     """Maximum number of tokens of a document."""
     share: float = 1.0
@@ -132,7 +132,7 @@ class TextFile:
         if check and self.indexed.is_lumped:
             print(
                 f"note: {self.prefix}.idx has one document of {len(self.lengths):,} sequences: "
-                "each sequence is taken as a document",
+                "each sequence counts as a document",
                 file=sys.stderr,
             )
 
@@ -276,7 +276,8 @@ class TextFile:
                 # numpy reads any other file as a pickle, and GPTDataset allows it to execute code
                 if file.read(6) != b"\x93NUMPY":
                     raise DataError(
-                        f"{path} is not a numpy array; remove {folder}, which is then written anew"
+                        f"{path} is not a numpy array; remove {folder}, and the next run writes it "
+                        "again"
                     )
         if self.writes:
             check_digests(folder)
@@ -308,7 +309,7 @@ class TextFile:
 
     def _write_cache(self, folder: Path) -> None:
         try:
-            # A second run waits for the first, which takes no longer than writing its own would.
+            # A second run waits until the first has written the cache, and need not write it again.
             with owned(folder.parent, folder.name, wait=True):
                 if folder.is_dir():
                     return

@@ -1,8 +1,8 @@
 """Added tokens of Hugging Face tokenizers: flags, order, and which of them no text may spell.
 
-The order in which tokens are added gives new ones their ids, so it follows transformers exactly:
-first those that the files list by id, then the special tokens with a name, in the order of NAMES,
-then the ones without a name.
+New tokens get their ids in the order in which they are added, so this order is exactly that of the
+transformers library: first the tokens that the files list by id, then the special tokens with a
+name, in the order of NAMES, then those without a name.
 """
 
 import json
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that every tokenizer may name, in the order in which they are added."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Flags of an added token."""
+"""Flags of an added token, named as in tokenizers.AddedToken."""
 
 
 def added_token(token: Any) -> "AddedToken":
     """Return a token of a configuration with its flags; a plain string is a special token.
 
-    Raises TypeError.
+    Raises TypeError if the token is neither a string nor an object.
     """
     from tokenizers import AddedToken
 
@@ -42,7 +42,7 @@ def text_of_token(token: Any) -> str:
 def listed_tokens(
     numbers: Mapping[str, int], special: set[str], entries: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, "AddedToken"]:
-    """Return added tokens, keyed by id.
+    """Merge the added tokens of added_tokens.json and tokenizer.json; return them keyed by id.
 
     Args:
         numbers: ids in added_tokens.json, keyed by text.
@@ -63,7 +63,7 @@ def listed_tokens(
 def named_tokens(
     config: Mapping[str, Any], tokens_by_id: Mapping[int, "AddedToken"]
 ) -> dict[str, "AddedToken | str"]:
-    """Return the special tokens with a name, in the order in which transformers adds them."""
+    """Return the special tokens that have a name, keyed by name, in transformers' order."""
     by_text = {text_of_token(token): token for token in tokens_by_id.values()}
     values = dict(config)
     if isinstance(extra := config.get("extra_special_tokens"), dict):
@@ -164,9 +164,9 @@ def unknown_id(backend: "Tokenizer", content: bytes) -> int | None:
 
 
 def backend_with_unknown(backend: "Tokenizer") -> "Tokenizer | None":
-    """Return a copy that writes a token for dropped text; None if nothing is dropped.
+    """Return a copy that writes a token for each dropped character; None if none is dropped.
 
-    A BPE drops characters for which it has no piece, no bytes and no unknown token.
+    A BPE tokenizer drops characters for which it has no piece, no bytes and no unknown token.
     """
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import ByteLevel

@@ -14,21 +14,21 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 AddBos = Literal["auto", "always", "never"]
-"""Choice of the begin token before a text; auto adds it if the tokenizer does so by itself."""
+"""Policy for a begin token before each text; "auto" adds one if the tokenizer does so by itself."""
 
 
 class Tokenizer(ABC):
     """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
     pad = -1
-    """GPTDataset masks every label equal to this id: a real one (many tokenizers reuse eod or
-    unk) would silently drop real tokens from the loss. No token has id -1."""
+    """Padding id, which no token has. GPTDataset masks every label equal to it: a real id (many
+    tokenizers reuse eod or unk) would silently drop real tokens from the loss."""
     bos: int | None = None
-    """Id that begins a text; None without one."""
+    """Id of the token that begins a text; None without such a token."""
     before: tuple[int, ...] = ()
-    """Ids that the tokenizer adds before a text by itself."""
+    """Ids of the tokens that the tokenizer adds before a text by itself."""
     after: tuple[int, ...] = ()
-    """Ids that the tokenizer adds after a text by itself."""
+    """Ids of the tokens that the tokenizer adds after a text by itself."""
     settings: str | None = None
     """Digest of the settings in files next to the tokenizer; None if no such file is read."""
     unknown: int | None = None
@@ -47,7 +47,7 @@ class Tokenizer(ABC):
         )
 
     def __reduce__(self) -> tuple[Any, tuple[type["Tokenizer"], str]]:
-        # Pickle only the path: a process that gets one with every batch reads its file once.
+        # Pickle only the path, so a process that gets a tokenizer with every batch reads it once.
         return _loaded_once, (type(self), self.path)
 
     @abstractmethod
@@ -57,14 +57,14 @@ class Tokenizer(ABC):
     def begin(self, add_bos_token: AddBos = "auto") -> tuple[int, ...]:
         """Return the ids to put before a text.
 
-        Raises DataError: add_bos_token is always, but the tokenizer has no begin token.
+        Raises DataError if add_bos_token is "always" but the tokenizer has no begin token.
         """
         if add_bos_token == "never":
             return ()
         if add_bos_token == "always" and not self.before:
             if self.bos is None:
                 raise DataError(
-                    f"add_bos_token is always, but {self.path} has no bos_token; use a tokenizer "
+                    f'add_bos_token is "always", but {self.path} has no bos_token; use a tokenizer '
                     "with one, or leave out --add-bos-token"
                 )
             return (self.bos,)
@@ -76,7 +76,7 @@ class Tokenizer(ABC):
         return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
 
     def missing(self, entries: int, token: int) -> str | None:
-        """Return a message if a token is the tokenizer's, but a model of `entries` lacks it."""
+        """Return an error message if the tokenizer has a token that a model of `entries` lacks."""
         if not entries <= token < self.vocab_size:
             return None
         return (
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         return f"{token} ({text!r})" if text else str(token)
 
     def dropped(self, text: str, special: bool = False) -> int:
-        """Return the number of tokens that a text loses.
+        """Return the number of tokens missing from a text because some characters are dropped.
 
         A character is dropped if the vocabulary has neither a token for it nor an unknown token.
 
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of `ids`, without special tokens unless `special` and they have one."""
+        """Return the text of `ids`; special tokens that have a text appear only with `special`."""
 
 
 @cache
@@ -129,7 +129,7 @@ def undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a tokenizer's file. Raises DataError."""
+    """Return the content of a tokenizer's file. Raises DataError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

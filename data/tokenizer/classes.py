@@ -1,9 +1,9 @@
 """Tokenizer classes of transformers 5.24, as tables and builders.
 
-A tokenizer of transformers' general class is its tokenizer.json. The others here take the
-vocabulary and the merges from it and build everything else themselves, so that a normalizer or
-pre-tokenizer of the file does not count. tests/data/test_tokenizer_families.py compares tables and
-ids with the installed transformers.
+For the library's general class, tokenizer.json defines the whole tokenizer. The other classes here
+take only the vocabulary and the merges from it and build everything else themselves, so a
+normalizer or pre-tokenizer in the file has no effect. tests/data/test_tokenizer_families.py
+compares tables and ids with the installed transformers.
 """
 
 import tomllib
@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
     "Qwen3_5Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
 }
-"""Settings of each class, which entries of tokenizer_config.json override."""
+"""Default settings of each class; entries of tokenizer_config.json override them."""
 
 
 def class_of(
@@ -70,7 +70,7 @@ def class_of(
         model: the model's config.json.
         has_bytes: True if the tokenizer.json is byte-level, which a LlamaTokenizer is not.
 
-    Raises DataError: tokenizer_class is a class that is not supported here.
+    Raises DataError if tokenizer_class is a class that is not supported here.
     """
     declared_class = config.get("tokenizer_class") or model.get("tokenizer_class")
     model_type = model.get("model_type")

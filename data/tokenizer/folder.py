@@ -9,8 +9,8 @@ A tokenizer.json is only a part of such a tokenizer. transformers (5.24, AutoTok
 
 Some classes keep only vocabulary, merges and post-processor of the tokenizer.json, and build the
 rest themselves (data/tokenizer/classes.py). Code of a model's repository is never run. A setting
-that changes ids but is not supported here is refused by name: ids other than the model's would
-train without an error.
+that changes ids but is not supported here is refused by name: training with other ids than the
+model's would cause no error.
 """
 
 import json
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedFolder:
-    """A tokenizer as transformers has it after loading."""
+    """A tokenizer as the transformers library would have loaded it from the folder."""
 
     backend: "Tokenizer"
     named: dict[str, str]
@@ -50,7 +50,7 @@ class LoadedFolder:
     ``chat_control_tokens``.
     """
     ends: tuple[int, ...]
-    """Ids of eos_token_id in generation_config.json and config.json."""
+    """Ids of end-of-text tokens: eos_token_id in generation_config.json and config.json."""
     settings: dict[str, Any]
     """Settings that change ids, from files next to tokenizer.json: class, flags of added tokens,
     begin and end tokens.
@@ -60,8 +60,8 @@ class LoadedFolder:
 def load_folder(path: Path, content: bytes) -> LoadedFolder:
     """Load a tokenizer.json with this content, and the files next to it.
 
-    Raises DataError: a file is not a JSON object, or has a setting that is not supported here; the
-    message names it. For a damaged tokenizer.json the tokenizers library raises other exceptions.
+    Raises DataError, naming the file, if one is not a JSON object or has a setting that is not
+    supported here. For a damaged tokenizer.json the tokenizers library raises other exceptions.
     """
     from tokenizers import Tokenizer
 
@@ -88,10 +88,10 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
     words = backend.get_vocab(with_added_tokens=False)
     add_missing(backend, tokens_by_id, [*special.values(), *unnamed_tokens])
 
-    if class_name == "Qwen2Tokenizer":  # this class adds all again, without flags
+    if class_name == "Qwen2Tokenizer":  # this class adds all special tokens again, without flags
         tokens = (*special.values(), *unnamed_tokens)
         backend.add_tokens([added_token(text_of_token(token)) for token in tokens])
-    if class_name == "GPTNeoXTokenizer":  # this class drops the tokenizer.json's
+    if class_name == "GPTNeoXTokenizer":  # this class ignores the post-processor in tokenizer.json
         backend.post_processor = None
 
     texts = {name: text_of_token(token) for name, token in special.items()}
@@ -108,7 +108,7 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
 def json_beside(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """Return the JSON object in a file next to the tokenizer; {} if there is no such file.
 
-    Raises DataError.
+    Raises DataError if the file cannot be read or is not a JSON object.
     """
     file = Path(path).with_name(name)
     try:
@@ -123,7 +123,7 @@ def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the tokenizer_config.json next to a tokenizer.json; {} if there is none.
 
     As in transformers, entries of special_tokens_map.json override it if it has no
-    added_tokens_decoder. Raises DataError.
+    added_tokens_decoder. Raises DataError like `json_beside`.
     """
     config = json_beside(path, "tokenizer_config.json")
     unnamed_tokens = config.pop("additional_special_tokens", None)
@@ -146,7 +146,7 @@ def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, such as eos_token."""
+    """Return the special tokens of a tokenizer_config.json, keyed by name, such as eos_token."""
     texts = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -178,7 +178,7 @@ def _is_bpe(
     """Return whether a tokenizer.json has the merges from which a class builds the tokenizer.
 
     A custom tokenizer without merges, such as one of words, is used as it is, even if the model's
-    usual class is BPE. Raises DataError: tokenizer_config.json names the class nevertheless.
+    usual class is BPE. Raises DataError if tokenizer_config.json names the class nevertheless.
     """
     model = tokenizer["model"]
     if model.get("type", "BPE") == "BPE" and "merges" in model:
@@ -214,7 +214,7 @@ def _rebuilt(
 def _listed(
     path: Path, config: Mapping[str, Any], entries: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, "AddedToken"]:
-    """Return added tokens by id, from tokenizer_config.json or else from all other files."""
+    """Return added tokens, keyed by id, from tokenizer_config.json or else from the other files."""
     if "added_tokens_decoder" not in config:
         special = {text for name, text in special_tokens(config).items() if name in NAMES}
         special |= {text_of_token(token) for token in tokens_without_name(config)}
@@ -256,7 +256,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the settings from which the digest in the record of prepared data is computed.
 
-    Order and keys are part of the digest: data prepared earlier would be refused after a change.
+    Keep their order and keys: they change the digest, and data prepared earlier would be refused.
     """
     settings: dict[str, Any] = {"class": class_name}
     if class_name is not None:

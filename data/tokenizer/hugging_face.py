@@ -23,7 +23,7 @@ from runtime.files import sha256
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
 _KIND = "Hugging Face tokenizer.json"
 Span = tuple[int, int]
-"""Characters [begin, end) of a text."""
+"""Character range [begin, end) in a text."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -67,7 +67,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._with_unknown = backend_with_unknown(self._backend)
 
     def _end_of_text(self, path: str | os.PathLike[str], named: str | None) -> int:
-        """Return the id of the end-of-text token. Raises DataError."""
+        """Return the id of the end-of-text token. Raises DataError if there is none."""
         ends = _KNOWN_ENDS if named is None else (named, *_KNOWN_ENDS)
         for end in ends:
             token = self._backend.token_to_id(end)

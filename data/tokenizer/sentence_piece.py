@@ -20,7 +20,7 @@ _KIND = "sentencepiece model"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`; one of `train_tokenizer` round-trips every text exactly."""
+    """A sentencepiece `.model`; a model of `train_tokenizer` round-trips every text exactly."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         import sentencepiece
@@ -42,7 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._mark = mark if all(self._model.is_byte(token) for token in mark) else None
 
     def _set_added(self, config: dict[str, Any]) -> None:
-        """Set the tokens around a text from tokenizer_config.json; the model file has none."""
+        """Set the tokens around a text from tokenizer_config.json; the model does not name them."""
         if config.get("add_bos_token") and self.bos is not None:
             self.before = (self.bos,)
         if config.get("add_eos_token"):
@@ -72,8 +72,8 @@ def train_tokenizer(
     added or removed, and bytes spell characters that no piece covers. The same texts give the same
     file, byte for byte; it is written atomically.
 
-    Raises DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for
-    the 256 bytes.
+    Raises DataError if there is no text, or if `vocab_size` is too small for the 256 bytes or
+    larger than the texts can fill.
     """
     import sentencepiece
 
@@ -106,7 +106,7 @@ def train_tokenizer(
             eos_piece=END_OF_TEXT,
             bos_id=-1,
             pad_id=-1,
-            # The model file records the number, so it must not depend on the machine.
+            # The model file records num_threads, so it must not depend on the machine.
             num_threads=1,
             minloglevel=2,
         )

@@ -8,9 +8,9 @@
 An .npz is an episode in ExoRL's format, with observation, action and reward, and its folder is its
 task. A row of JSON lines is an episode too, {"task": ..., "observation": [[...], ...], "action":
 [...], "reward": [...]}. A chain has N attempts at one task, dealt at random and sorted by their
-returns. Each step is a token for the return that remains to the chain's best one, one for each
+returns. Each step has a token for the return that remains to the chain's best one, one for each
 number of the state and of the action, and one for the reward; only actions carry loss. PREFIX.json
-has the bins, whose edges are quantiles, and PREFIX.bin and .idx the chains as packed samples.
+has the bins, whose edges are quantiles; PREFIX.bin and .idx have the chains as packed samples.
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX_tokenizer/tokenizer.json --sft ...
 """
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files; folders are searched for --suffix",
+        help="files, or folders to search for files with --suffix",
     )
     add(
         "--suffix",
@@ -39,19 +39,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="ending of the files to read from a folder (default: %(default)s)",
     )
     add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="prefix of the output")
-    add("--trajectories", type=positive, required=True, metavar="N", help="attempts per chain")
+    add("--trajectories", type=positive, required=True, metavar="N", help="attempts in a chain")
     add(
         "--bins",
         type=at_least(2),
         default=32,
         metavar="N",
-        help="maximum number of bins of a column (default: %(default)s)",
+        help="maximum number of bins per column (default: %(default)s)",
     )
     add(
         "--seq-length",
         type=positive,
         metavar="N",
-        help="number of tokens of a sample (default: that of the longest chain)",
+        help="number of tokens per sample (default: that of the longest chain)",
     )
     add(
         "--seed",

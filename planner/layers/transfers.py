@@ -23,7 +23,7 @@ from planner.cluster import MICRO, Cluster
 
 
 class Sent(NamedTuple):
-    """Bytes and number of messages from each rank to its peer.
+    """Bytes (``size``) and number of ``messages`` that each rank sends to its peer.
 
     ``ranks`` and ``peers`` are int64 ``[n]``. A message that is spread over several rounds counts
     as a fraction in each round.
@@ -97,9 +97,9 @@ def collective_messages(collective: Message) -> Sent:
 def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
     """Return a sparse exchange's messages under way in each round, and after the last.
 
-    A sparse exchange (packed documents, windows, method exchange) sends only the rows that a query
-    sees. A parcel (rows for one rank) has its bytes spread over the rounds until the one that needs
-    it. ``gradients`` selects the backward pass.
+    A sparse exchange (packed documents, windows, or the method ``exchange``) sends only the rows
+    that a query sees. The bytes of a parcel (rows for one rank) are spread over the rounds until
+    the one that needs it. ``gradients`` selects the backward pass.
     """
     flow = plan.flow(moves)
     entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]
@@ -120,7 +120,10 @@ def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Se
 def needed_of_all(
     plan: Plan, sizes: Sizes, moves: Moves | None, ranks_per_node: int
 ) -> tuple[int, int]:
-    """Return all ranks' bytes within and between nodes; ``moves`` None is the forward pass."""
+    """Return the bytes of needed rows that all ranks send within nodes and between nodes.
+
+    ``moves`` is None for the forward pass.
+    """
     flow = plan.flow(moves or "kv")
     inside = 0
     between = 0

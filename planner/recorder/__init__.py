@@ -41,14 +41,14 @@ BETWEEN = "between nodes"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Memory and traffic of a rank."""
+    """Memory and traffic of one rank in a rehearsed training step."""
 
     rank: int
     stage: int
     memory: dict[str, int]
     """Bytes of memory at the peak of a step, keyed by cause."""
     sent: dict[str, int]
-    """Bytes sent in a micro-batch, keyed by link."""
+    """Bytes sent in a micro-batch, keyed by link (``INSIDE`` or ``BETWEEN``)."""
     host: int
     """Bytes in host memory; for the process of a GPU, the bytes that torch pins."""
 
@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
     and an event with its bytes; when Python frees the storage, a finalizer adds the opposite event.
     The peak of the running sum is the peak memory. Softmax attention is run by its own code, round
     by round; its effects are recorded once per layout and replayed for the other layers. Operators
-    that have only real tensors, such as the number of a plan, run as usual.
+    that have only real tensors, for example one with a plan's number, run as usual.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Recorder(TorchDispatchMode):
         """Set up for a rank.
 
         Args:
-            entries: number of vocabulary entries of the rank, by which logits are recognised.
+            entries: number of the rank's vocabulary entries; a tensor with as many columns counts
+                as logits.
             on_progress: receives progress text.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,15 +87,15 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.rank = rank
         self.kind = "weights"
-        """Cause of the memory that is allocated now."""
+        """One of ``CAUSES``, to which new storages are attributed."""
         self.events: list[Event] = []
         self.sent = Counter[str]()
-        """Bytes sent, keyed by link."""
+        """Bytes sent so far, keyed by link (``INSIDE`` or ``BETWEEN``)."""
         self.kept: dict[int, int] = {}
-        """Bytes of storages that forward passes left for backward passes, keyed by number."""
+        """Bytes that forward passes left for backward passes, keyed by the storage's number."""
         self.doing = "building the model"
         self.layer = ""
-        """Text with the layer that a pass has reached, after a comma; empty outside the layers."""
+        """Suffix of progress text with the running layer, such as ", layer 3 of 12", or empty."""
         self._kinds: list[str] = []
         self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
@@ -320,7 +321,7 @@ class Recorder(TorchDispatchMode):
     ) -> Rehearsal:
         """Return the memory and traffic of the rank, after ``num_micro_batches`` were run.
 
-        In a real step more is alive than in the one that was run. The optimizer's state exists from
+        A real step has more memory in use than the rehearsed one. The optimizer's state exists from
         the start. If one micro-batch stands for several, the gradients of earlier ones (whole or a
         shard) exist too and, in a pipeline, the activations of others in flight. Storages in host
         memory do not count.
@@ -348,8 +349,8 @@ class Recorder(TorchDispatchMode):
         }
         alive |= {number: at_end[number] for number in from_start}
 
-        # A storage that a forward pass leaves is an activation, unless it is on the host or it is
-        # a gathered weight.
+        # A storage that a forward pass leaves is an activation, unless it is on the host or is a
+        # gathered weight.
         activations = {
             number: size
             for number, size in self.kept.items()
@@ -374,7 +375,7 @@ class Recorder(TorchDispatchMode):
         return Rehearsal(self.rank, stage, dict(memory), sent, host)
 
     def _host_bytes(self, at_end: dict[int, int], in_flight: int, on_gpu: bool) -> int:
-        """Return the bytes of host memory; torch pins a GPU's in slabs (large blocks)."""
+        """Return the bytes of host memory, counting whole slabs (large blocks) if it is pinned."""
         activations = []
         moments = []
         for number, size in at_end.items():

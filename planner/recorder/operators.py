@@ -27,7 +27,9 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::all_reduce": (0, lambda n: 2 * _all_but_own(n)),
     "_c10d_functional::all_to_all_single": (0, _all_but_own),
 }
-"""Index of the argument that an operator sends, and the share of it that each of n ranks sends."""
+"""Traffic of each operator: the index of the argument that it sends, and a function of the number
+of ranks that returns the share of this argument that each rank sends.
+"""
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 """Communication operators that send nothing."""
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
@@ -41,7 +43,7 @@ SHAPES = AttentionKernel(
         torch.empty_like(keys.v),
     ),
 )
-"""Attention of a tile that only allocates results, with a GPU kernel's shapes and dtypes."""
+"""Attention kernel that only allocates its results, with a GPU kernel's shapes and dtypes."""
 
 
 def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:

@@ -15,7 +15,7 @@ class Tape(NamedTuple):
     sizes: list[int]
     sent: Counter[str]
     outs: list[tuple[Any, ...]]
-    """Each output's storage, shape, strides, dtype and device."""
+    """Storage number, shape, strides, dtype and device of each output."""
     spec: Any
     real_tensors: list[Tensor]
     """Arguments that are not fake, kept alive so that no other tensor gets their id."""

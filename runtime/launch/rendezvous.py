@@ -31,9 +31,9 @@ T = TypeVar("T")
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Connect to the launcher's store; return the store, this process's rank and the world size.
 
-    Raises LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or
-        MASTER_PORT, rank 0's port is in use, another program answers there, or nothing answers or
-        a process is missing after ``timeout``.
+    Raises LaunchError if the launcher's variables are inconsistent or lack MASTER_ADDR or
+    MASTER_PORT, if rank 0's port is in use or another program answers there, or if after
+    ``timeout`` nothing answers or a process is missing.
     """
     launched_world_size()
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -120,7 +120,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     assert (
         convergence.main([*flags, "--data", str(tmp_path / "nothing")]) == 0
     )  # nothing is trained again, nor prepared
-    assert "nothing trained" in capsys.readouterr().out
+    assert "nothing is trained" in capsys.readouterr().out
     assert convergence.main([*flags, "--iterations", "4"]) == 1
     assert "has runs with" in capsys.readouterr().err
 

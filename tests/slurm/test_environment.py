@@ -68,7 +68,7 @@ def test_a_run_that_names_its_device_gets_no_other_and_idle_gpus_are_told(capsys
     assert submit.main([*job, *RUN, "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert "--device cuda" not in out
-    assert "note: device is cpu, and the job's 8 GPUs a node will be idle" in err
+    assert "note: device is cpu, so the job's 8 GPUs a node will be idle" in err
     submit.main([*job, "--array", "--lr 1e-3", "--device cpu", "--", *RUN])
     assert (
         '"$SLURM_ARRAY_TASK_ID" pretrain_gpt.py --device cuda --config' in capsys.readouterr().out

@@ -195,7 +195,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
     [
         (
             "--context-parallel-size 4 --profile",
-            "profile needs 4 processes, as planned for, but finds 1; use torch",
+            "profile needs the 4 processes of the plan, but 1 started; use torch",
         ),
         ("--write . --top 0", "^error: --write is ., but that is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),

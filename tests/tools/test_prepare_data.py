@@ -196,7 +196,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
             == 0
         )
         assert (
-            "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens"
+            "warning: the tokenizer does not know 1 pieces of the text (20.00% of 5 tokens)"
             in capsys.readouterr().out
         ) == is_told
 

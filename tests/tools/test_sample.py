@@ -181,13 +181,13 @@ def test_seed_and_top_p_decide_the_samples(run, capsys):
 
 
 def test_says_so_beyond_the_trained_length(run, tmp_path, capsys):
-    assert "more than the 64" in sampled(capsys, "--load", run, "--num-tokens", 70).err
+    assert "exceed 64 tokens" in sampled(capsys, "--load", run, "--num-tokens", 70).err
     assert not sampled(capsys, "--load", run, "--num-tokens", 40).err
     # An import's config.toml says no length that it was trained on: what it is meant for counts, if
     # it says so.
     for meant, warning in (
         ("", ""),
-        ("max_position_embeddings = 48", "more than the 48 tokens that the model"),
+        ("max_position_embeddings = 48", "exceed 48 tokens, the length of the"),
     ):
         write_run(tmp_path, trained(1), meant, iteration=0, imported_from="elsewhere")
         assert warning in (

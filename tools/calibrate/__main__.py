@@ -5,14 +5,15 @@ torchrun --nproc-per-node 4 -m tools.calibrate --out laptop.toml --links configs
 srun --nodes 2 --ntasks-per-node 8 python -m tools.calibrate --out pod.toml --name "our pod"
 python -m tools.plan --config configs/models/llama_tiny.toml --cluster laptop.toml \
     --context-parallel-size 4 --vocab-size 8192
-python -m tools.calibrate --ceilings  # copies and matrix products on all cores; no file
+python -m tools.calibrate --ceilings  # peak rates of copies and matmuls on all cores; no file
 
 To measure links inside nodes, start two processes on each node; for links between nodes, start two
 nodes. A figure that was neither measured nor taken from --links becomes a comment in the file, and
 the planner names it as missing. On a CPU every process has one thread.
 
-All ranks measure at once, since those of a node may share cores, memory and adapters; the median
-over ranks counts. Of short work the mean counts: ranks that share a core now and then wait for it
+All ranks measure at once, since those of a node may share cores, memory and network adapters. A
+figure of the devices is the median over ranks; a link is timed by the slowest rank. For short work
+the mean over repetitions counts, not the median: a rank that shares a core sometimes waits for it
 longer than the work itself takes.
 """
 
@@ -48,9 +49,9 @@ ABOUT_LINKS = [
 
 
 def checked(args: argparse.Namespace) -> Cluster | None:
-    """Return the cluster of --links.
+    """Check the files of the command line; return the cluster of --links, if given.
 
-    Raises UserError: it cannot be read, or the output exists or cannot be written.
+    Raises UserError if --links cannot be read, or if --out exists or cannot be written.
     """
     refuse_folder("--out", args.out)
     if args.out.exists() and not args.force:
@@ -70,7 +71,8 @@ def text_of(
 ) -> str:
     """Return a cluster file's text: ``about`` as comments, then a line for each figure.
 
-    A figure that was not measured is taken from ``links``, or named as missing.
+    A figure of links that was not measured is taken from ``links``; other figures that were not
+    measured are named as missing, if the planner needs them.
     """
     lines = [*(f"# {line}" for line in about), ""]
     values: Figures = {"name": (name, ""), "device": (device, ""), **figures}
@@ -94,7 +96,10 @@ def text_of(
 
 
 def calibrate(argv: list[str]) -> None:
-    """Measure and write. Raises UserError: bad flags, or figures that cannot be measured."""
+    """Measure, and write a cluster file or print the peak rates.
+
+    Raises UserError for invalid flags, or if something cannot be measured.
+    """
     args = _parse(argv)
     if args.ceilings:
         ceilings = print_ceilings(args.device)
@@ -164,28 +169,28 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default="auto",
         help="device to measure (default: a GPU if there is one)",
     )
-    add("--name", help="short name in the planner's output (default: processes and device)")
+    add("--name", help="cluster's name in the planner's output (default: processes and device)")
     add(
         "--links",
         type=Path,
         metavar="FILE",
-        help="cluster file with the links that cannot be measured here",
+        help="cluster file that supplies the figures of links that cannot be measured here",
     )
-    add("--num-heads", type=positive, metavar="N", help="number of query heads")
-    add("--head-dim", type=positive, metavar="N", help="channels per head")
+    add("--num-heads", type=positive, metavar="N", help="number of heads of the measured attention")
+    add("--head-dim", type=positive, metavar="N", help="number of channels per head")
     add(
         "--batch",
         type=positive,
         default=1,
         metavar="N",
-        help="number of sequences (default: %(default)s)",
+        help="number of sequences at once (default: %(default)s)",
     )
     add(
         "--ceilings",
         action="store_true",
         help="measure one device's maximum rates, and write no cluster file",
     )
-    add("--json", type=Path, metavar="PATH", help="file for the ceilings, as JSON lines")
+    add("--json", type=Path, metavar="PATH", help="with --ceilings: file for them, as JSON lines")
     add(
         "--lengths",
         type=positive,

@@ -19,7 +19,7 @@ from train.resume.settings import AVERAGED
 def import_dit(source: Path, run: Path) -> str:
     """Create a run from a diffusion transformer's folder; return a description.
 
-    Raises UserError: ``run`` exists, or the folder is not a whole model; nothing is written then.
+    Raises UserError, and writes nothing, if ``run`` exists or the folder is not a whole model.
     """
     config, state = load_dit(source)
     with new_folder(run) as draft:
@@ -39,7 +39,7 @@ def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) ->
 
     Returns a description.
 
-    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's
+    Raises UserError if ``target`` exists, or if the checkpoint is not of the model in the run's
     config.toml.
     """
     config = load_config(run / "config.toml").model

@@ -29,7 +29,7 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
     The step is rehearsed on the documents that take the most memory, from the run's own data if it
     is on this machine, or else on documents drawn by length.
 
-    Raises UserError: the configuration does not suit the processes, or no method fits.
+    Raises UserError if the configuration does not suit the processes, or if no method fits.
     """
     config = with_joined_ranks(config, world_size)
     device = config.mesh.device if config.context.cluster is None else cluster.device
@@ -98,7 +98,7 @@ def _print_changes(needed_changes: Sequence[Any], seconds: float | None) -> None
         return
 
     order = "settings to change, in the order of docs/tasks/long_context.md"
-    print(f"{order}, for {duration(seconds)} a step:")
+    print(f"{order}; a step then takes {duration(seconds)}:")
     for change in needed_changes:
         print(f"  {change.flag}  (about {amount(change.bytes)})")
 
@@ -106,7 +106,7 @@ def _print_changes(needed_changes: Sequence[Any], seconds: float | None) -> None
 def _fastest_method(
     config: Any, world_size: int, cluster: Cluster, lengths: tuple[int, ...]
 ) -> Any:
-    """Return the configuration with the fastest method that fits, or of all if none fits."""
+    """Return the configuration with the fastest method that fits; if none fits, the fastest."""
     ranking = rank([config], world_size, cluster, lengths)
     candidates = ranking.candidates
     if not candidates:

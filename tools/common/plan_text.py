@@ -32,7 +32,7 @@ ALIKE = 0.01
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A candidate, with its measured seconds per iteration if it was profiled."""
+    """A row of the planner's table: a candidate, and its measured seconds per iteration, if any."""
 
     candidate: Candidate
     dp: int
@@ -40,7 +40,7 @@ class PlanRow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the predicted tokens, or patches, per second of all processes."""
+        """Return the predicted tokens (for a DiT, patches) per second of all processes together."""
         config = self.candidate.config
         tokens = config.train.batch_size(self.dp) * config.sequence_length
         return float(tokens / self.candidate.prediction.time)
@@ -102,7 +102,7 @@ SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
 
 
 def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
-    """Format the rows in aligned columns, without the columns that are empty in every row."""
+    """Format the rows as a table, numbered from ``first``, without columns that are all empty."""
     used: dict[str, list[str]] = {}
     for head in columns:
         cells = [COLUMNS[head](row) for row in rows]
@@ -152,7 +152,7 @@ def bars(
 
 
 def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
-    """Describe the numbers of candidates and of discarded ones, with the reasons."""
+    """Return how many candidates there are, and how many were discarded for which reasons."""
     num_candidates = len(ranking.candidates)
     shown = ""
     if top < num_candidates:
@@ -176,7 +176,10 @@ def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
 
 
 def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
-    """Group reasons that differ only in numbers; return an example and a count, largest first."""
+    """Group reasons that differ only in numbers; return each group's example and count.
+
+    The largest group comes first.
+    """
     first_reasons: dict[str, str] = {}
     counts: Counter[str] = Counter()
     several: set[str] = set()
@@ -196,7 +199,7 @@ def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
 
 
 def headline(world_size: int, cluster: Cluster, config: Any) -> str:
-    """Return the processes, the cluster and the sequence length that a plan is for."""
+    """Return a plan's heading: number of processes, cluster and sequence length."""
     processes = counted(world_size, "process")
     return f"{processes} on {cluster.name}, sequences of {config.sequence_length} tokens"
 
@@ -204,10 +207,10 @@ def headline(world_size: int, cluster: Cluster, config: Any) -> str:
 def answer(
     rows: Sequence[PlanRow], config: Any, world_size: int, cluster: Cluster, file: str
 ) -> str:
-    """Describe the fastest plan of a named model that fits.
+    """Describe the fastest plan that fits for a named model.
 
-    The text has its time by part, its memory, the next plans, the command that starts it and the
-    sources of the numbers.
+    The text has the plan's time by part and its memory, the next plans, the command that starts
+    the fastest one, and the sources of the numbers.
     """
     first = rows[0]
     prediction = first.candidate.prediction
@@ -244,7 +247,10 @@ def answer(
 
 
 def alike(rows: Sequence[PlanRow]) -> list[str]:
-    """List the rows with predicted times that are equal to the first row's within ``ALIKE``."""
+    """Return a line that lists the rows predicted to be as fast as the first, within ``ALIKE``.
+
+    Nothing is returned if there are none, or if the rows were measured.
+    """
     if rows[0].measured is not None:
         return []
 
@@ -261,7 +267,7 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def notes(config: Any, scaled: bool = False) -> list[str]:
-    """Warn of sequences longer than the model's positions.
+    """Return a warning, in lines, if sequences are longer than the model's maximum length.
 
     ``scaled`` means that the printed command already scales rope to the sequence length.
     """
@@ -282,7 +288,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
     Only the settings that differ from the model's file become flags.
     """
     nodes = -(-world_size // cluster.gpus_per_node)
-    while world_size % nodes:  # torchrun starts equally many processes on every node
+    while world_size % nodes:  # torchrun starts the same number of processes on each node
         nodes += 1
 
     flags = []
@@ -314,7 +320,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 
 
 def sources(best: Any, cluster: Cluster) -> list[str]:
-    """Describe the sources of a plan's numbers, and the prediction error on published runs."""
+    """Return lines on the sources of a plan's numbers, and on the error on published runs."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = "attention"
     if cluster.attention_kernel:
@@ -339,7 +345,7 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
 
     return [
         "where this comes from:",
-        f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
+        f"  time: matmuls at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
         f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
         f"  error: {error}",
         "         (python -m papers.records --table public compares them all)",

@@ -13,8 +13,8 @@ from runtime.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T
-# again, dO V^T, dV, dQ and dK backward.
+# Matmuls of each head; each costs 2 D operations per (query, key) pair. Forward: Q K^T and P V.
+# Backward: Q K^T again, dO V^T, dV, dQ and dK.
 FORWARD_PRODUCTS = 2
 BACKWARD_PRODUCTS = 5
 
@@ -48,9 +48,10 @@ class AttentionShape:
         return self.seq_length * (self.seq_length + 1) // 2
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:
-        """Count the floating-point operations of the matrix products for a number of pairs.
+        """Return the floating-point operations of attention's matmuls for a number of pairs.
 
-        A multiply-add counts as two.
+        ``products`` is the number of matmuls, by default those of the forward and backward pass. A
+        multiply-add counts as two operations.
         """
         return 2 * products * pairs * self.batch * self.num_heads * self.head_dim
 

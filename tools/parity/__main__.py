@@ -28,18 +28,22 @@ from train.run import exit_status
 
 
 def configured(path: Path, flags: list[str]) -> CommonConfig:
-    """Read a configuration of either entry, or a run's, and override it by flags.
+    """Read a configuration for pretrain_gpt.py or pretrain_dit.py, and override it by flags.
 
-    Raises UserError: the file cannot be read, or a flag does not suit it.
+    ``path`` is its file, or a run's folder.
+
+    Raises UserError if the file cannot be read, or if a flag does not suit it.
     """
     file = path / "config.toml" if path.is_dir() else path
     return parsed(["--config", str(file), *flags])
 
 
 def parity(argv: list[str]) -> None:
-    """Compare and print; exit with status 1 if anything differs.
+    """Compare the run on its mesh with one process, and print the result.
 
-    Raises UserError: the run cannot be shrunk or started.
+    The exit status is 1 if anything differs.
+
+    Raises UserError if the run cannot be shrunk or started.
     """
     parser = parser_for("python -m tools.parity", __doc__)
     parser.add_argument(
@@ -52,7 +56,7 @@ def parity(argv: list[str]) -> None:
         "--world-size",
         type=positive,
         metavar="N",
-        help="number of processes of the run (default: for 2 data-parallel ranks, if they fit)",
+        help="number of processes of the run (default: for 2 data-parallel ranks if possible)",
     )
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
     args, flags = parser.parse_known_args(words)

@@ -1,4 +1,4 @@
-"""Shrink a run in width but not in kind, for a mesh and for one process."""
+"""Shrink a run to few and narrow layers of every kind, for a small mesh and one process."""
 
 import math
 from functools import singledispatch
@@ -23,13 +23,13 @@ HEAD_DIM = 16
 VOCABULARY = 499
 """Number of entries of the small vocabulary: odd, so that its shards are uneven."""
 TOKENS_PER_RANK = 64
-"""Number of tokens per context-parallel rank."""
+"""Number of tokens of the short sequence for each context-parallel rank."""
 NUM_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of key heads to try."""
+"""Numbers of key heads to try; the small model gets the first that its checks accept."""
 NOT_COMPUTED = ("checkpoint", "logging", "profiling", "dry", "health")
-"""Sections about the files and the output of a run, not about its numbers."""
+"""Configuration sections about a run's files and output; the small run takes their defaults."""
 SHARED = ("mesh", "pipeline", "data_parallel", "context", "recompute", "hybrid")
-"""Sections of which the run in one process takes the defaults."""
+"""Configuration sections about parallelism and memory; one process takes their defaults."""
 Values = dict[str, Any]
 
 
@@ -40,17 +40,18 @@ def shrunk(
 
     It runs in float32 on the CPU. Its layers are the fewest that have every kind of layer and
     stage. The ratios of query to key heads and of windows, chunks and scaled rope to the sequence
-    stay, and so does divisibility. A mesh dimension becomes 1 if 8 processes are too few for it.
+    stay; a length that ranks do not divide stays indivisible. A mesh dimension becomes 1 if 8
+    processes are too few for it.
 
     Args:
-        world_size: number of processes of the run; by default those of its mesh, and 2
-            data-parallel ranks if there is room.
+        world_size: number of processes of the run; by default enough for its mesh with 2
+            data-parallel ranks, if these fit.
 
     Returns:
         The small run; the same run in one process, with the plainest attention and one sample at a
         time; the number of processes of the small run.
 
-    Raises UserError: no sizes keep every kind.
+    Raises UserError if ``world_size`` does not suit the mesh, or if no sizes keep every kind.
     """
     sections = {name: field.section for name, field in config_fields(requested).items()}
     old = {name: getattr(getattr(requested, section), name) for name, section in sections.items()}
@@ -67,7 +68,7 @@ def shrunk(
 
 
 def _one_process(config: CommonConfig, new: Values, sections: dict[str, str]) -> CommonConfig:
-    """Return a small run for one process, with the plainest attention."""
+    """Return the small run for one process, with the plainest attention."""
     values = {}
     for name in new:
         if sections[name] not in SHARED:
@@ -90,7 +91,7 @@ def _built(like: CommonConfig, values: Values) -> CommonConfig:
 
 
 def _mesh(old: Values, new: Values, world_size: int | None) -> int:
-    """Set the mesh's sizes; return the number of processes."""
+    """Set the sizes of the small mesh; return its number of processes."""
     pp, cp, tp = (old[name] for name in SIZES)
     model_size = pp * cp * tp
     processes = 2 * model_size if world_size is None else world_size
@@ -132,7 +133,8 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
 def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
     """Choose the method's options and the fewest ranks that exercise every kind of round.
 
-    4 ranks are taken even if fewer would do, provided that at least 4 are available (``room``).
+    At least 4 ranks are used, even if fewer would do, if the run has that many and ``room`` (the
+    maximum) allows it; a run with 3 keeps 3.
     """
     degree = old["ulysses_degree"]
     team = min(old["context_parallel_team_size"], 2)
@@ -159,7 +161,7 @@ def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
 
 @singledispatch
 def _shrink_samples(requested: CommonConfig, old: Values, new: Values) -> int:
-    """Shrink the samples and the settings in their units; return the tokens of a sample."""
+    """Shrink the samples and the settings that depend on them; return the tokens per sample."""
     raise TypeError(
         f"_shrink_samples does not support {type(requested)}; register a function for it"
     )
@@ -167,10 +169,10 @@ def _shrink_samples(requested: CommonConfig, old: Values, new: Values) -> int:
 
 @_shrink_samples.register
 def _shrink_text(requested: Config, old: Values, new: Values) -> int:
-    """Shrink sequence, positions, windows, vocabulary and adapters; return the tokens."""
+    """Shrink sequence, positions, windows, vocabulary and adapters; return the short length."""
     length = old["seq_length"]
     short = TOKENS_PER_RANK * max(new[CP], 2)
-    if length % (2 * old[CP] * old[TP]):  # ranks do not divide either length, short or long
+    if length % (2 * old[CP] * old[TP]):  # ranks must not divide the short length either
         short -= 5
     short = min(length, short)
 
@@ -194,7 +196,7 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
 
     new["seq_length"] = short
     new["vocab_size"] = min(old["vocab_size"] or VOCABULARY, VOCABULARY)
-    # Ranks get samples, not files.
+    # The ranks are given samples and read no files, but the configuration must name some.
     new["data_path"] = ("own",)
     new["tokenizer_model"] = "own"
     new["mock_data"] = False
@@ -204,7 +206,7 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
 
 @_shrink_samples.register
 def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
-    """Shrink the classes, and latents to a few patches along each axis; return the patches."""
+    """Shrink the classes, and latents to a few patches per axis; return the number of patches."""
     grid = [*requested.model.patch_grid]  # [time,] height, width
     if not requested.model.video:
         grid = grid[1:]
@@ -239,7 +241,7 @@ def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:
     new["num_virtual_stages_per_pipeline_rank"] = virtual
     stages = pp * virtual
 
-    period = 1  # layers after which softmax and linear attention repeat
+    period = 1  # number of layers after which the kinds of attention repeat
     alternating = requested.model.alternating
     if alternating:
         period = 2
@@ -267,9 +269,10 @@ def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:
 
 
 def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None:
-    """Set two iterations of few micro-batches at a constant rate, and a validation.
+    """Shorten the run to two iterations with few micro-batches, and one validation.
 
-    Chunks of tokens shrink by ``rank_ratio``, as the tokens of a rank do.
+    The learning rate is constant. The loss and feed-forward chunk sizes shrink by ``rank_ratio``,
+    like the number of tokens per rank.
     """
     dp = ranks // math.prod(new[name] for name in SIZES)
     micro_batch_size = min(old["micro_batch_size"], 2)
@@ -299,7 +302,7 @@ def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None
 
 
 def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
-    """Return the run with the fewest heads that it accepts.
+    """Return the small run with the fewest heads that its checks accept.
 
     Each key head keeps its number of query heads (at most 8), and tensor-parallel ranks share key
     heads only if they did before.
@@ -315,8 +318,8 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             continue
         try:
             config = _built(requested, new | _widths(requested, old, key_heads))
-            # Two things are allowed only to a small run: offload from a CPU to its own memory, and
-            # adapters beside random weights.
+            # Hide two settings that are refused in other runs but do no harm in this one: offload
+            # from a CPU to its own memory, and adapters beside random weights.
             task_of(config).validate(config.updated(recompute_offload=False, load="."), ranks)
         except UserError as error:
             refusals.append(error)
@@ -324,13 +327,17 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             return config
 
     raise UserError(
-        "no small model has all properties of this one; change what the smallest is refused for: "
+        "no small model has all properties of this one; change the setting that the "
+        "smallest was refused for: "
         f"{refusals[0]}"
     )
 
 
 def _widths(requested: CommonConfig, old: Values, key_heads: int) -> Values:
-    """Return the model's widths for a number of key heads, in the ratios of the requested model."""
+    """Return the width settings of a model with ``key_heads`` key heads, keyed by field.
+
+    Their ratios are those of the requested model.
+    """
     shape: Any = requested.model
     heads_per_group = min(shape.num_attention_heads // shape.query_groups, 8)
     num_heads = key_heads * heads_per_group

@@ -10,17 +10,18 @@
         --samples 2000 --questions 8 --vocabulary small --tokenizer-model tokenizer.json
 
 An example fills its length, including the tokens reserved for the answer, and depends only on task,
-length, seed, number and tokenizer. make writes rows in the benchmark's format; with --messages they
-are conversations to train on, drawn from other hashes than score's questions, whatever the seeds.
-`model` and `repeat` are for a tiny model that learns to retrieve in minutes (make ruler, make
-finetune).
+length, seed, number and tokenizer. `make` writes rows in the benchmark's format; with --messages it
+writes conversations to train on, which are drawn from other hashes than the questions of `score`,
+whatever the seeds. `model` and `repeat` are for a tiny model that learns to retrieve in minutes
+(make ruler, make finetune).
 
-line_retrieval is a record of named lines and a question about one, at each of --depths from the
-first line (0%) to the last (100%), always in the chat template; an answer counts if it is exact. Of
-its forms, `lines` asks for a value, `needle` hides one sentence among others that say nothing, and
-`repeat`, for --messages, is a record of names to repeat, some with a value, which teaches an
-untrained model to look back. The small vocabulary has 1,664 names and 64 values, for a model that
-`model` writes; the full one is for a real tokenizer.
+line_retrieval is a record of named lines and a question about one of them, which lies at each of
+--depths from the first line (0%) to the last (100%). It always uses the chat template, and an
+answer counts only if it is exact. --form chooses the record: in `lines`, every line has a value;
+`needle` hides one line with a value among filler sentences; `repeat`, only for --messages, has
+names, some with a value, and the answer repeats them, which teaches an untrained model to look
+back. The small vocabulary has 1,664 names and 64 values, for a model that `model` writes; the full
+one is for a real tokenizer.
 """
 
 import argparse
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from tools.ruler.examples import Example
 
 LINE_DEFAULTS = {"depths": 5, "form": "lines", "vocabulary": "full"}
-"""Settings that only line_retrieval has."""
+"""Defaults of the flags that only line_retrieval has, keyed by the flag's name."""
 
 
 @one_line_errors
@@ -64,7 +65,10 @@ def main(argv: list[str]) -> None:
 
 
 def make(args: argparse.Namespace) -> None:
-    """Write the examples of the command line. Raises DataError."""
+    """Write the examples that the command line asks for.
+
+    Raises DataError if the file's name does not suit, or for the reasons of ``makers_of``.
+    """
     from data.chat.template import load_template
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError
@@ -72,8 +76,8 @@ def make(args: argparse.Namespace) -> None:
 
     if args.messages and args.output.suffix != ".jsonl":
         raise DataError(
-            f"{args.output} does not end in .jsonl, the ending by which tools.prepare_data knows "
-            "rows; rename the file"
+            f"{args.output} does not end in .jsonl, but tools.prepare_data recognises rows by that "
+            "ending; rename the file"
         )
 
     tokenizer = load_tokenizer(args.tokenizer_model)
@@ -119,9 +123,9 @@ def benchmark_row(example: "Example") -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all.
+    """Write rows as JSON lines; after an error the file is as it was.
 
-    Raises UserError: the file cannot be written, or as ``rows``.
+    Raises UserError if the file cannot be written, and any error of ``rows``.
     """
     from data.text.indexed import writing
 
@@ -130,7 +134,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line; exit for flags that do not go together."""
+    """Parse the command line; exit with an error if flags do not go together."""
     parser = parser_for("python -m tools.ruler", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     score_help = "score a run by task and length"
@@ -168,8 +172,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _add_repeat(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("output", type=Path, metavar="OUT.jsonl", help="file with a row for each conversation")
-    add("--times", type=positive, default=4, metavar="N", help="repetitions (default: %(default)s)")
-    add("--samples", type=positive, default=100, help="conversations (default: %(default)s)")
+    add("--times", type=positive, default=4, metavar="N", help="repeats (default: %(default)s)")
+    add("--samples", type=positive, default=100, help="number of rows (default: %(default)s)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -180,8 +184,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=("niah", "line_retrieval"),
         default="niah",
         help=(
-            "task whose words the tokenizer has: RULER's needles, or the small vocabulary "
-            "(default: %(default)s)"
+            "task whose words the tokenizer has: RULER's needles, or line_retrieval in the small "
+            "vocabulary (default: %(default)s)"
         ),
     )
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
@@ -202,24 +206,24 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="N",
-        help="numbers of tokens of prompt and answer together",
+        help="lengths of prompt and answer together, in tokens",
     )
     add(
         "--samples",
         type=positive,
         default=100,
-        help="examples of each task and length (default: %(default)s)",
+        help="number of examples of each task and length (default: %(default)s)",
     )
     add(
         "--messages",
         action="store_true",
-        help="conversations to train on, for tools.prepare_data --chat",
+        help="write conversations to train on, for tools.prepare_data --chat",
     )
     add(
         "--questions",
         type=positive,
         default=1,
-        help="questions about each record of line_retrieval (default: %(default)s)",
+        help="number of questions about each record of line_retrieval (default: %(default)s)",
     )
 
 
@@ -238,19 +242,17 @@ def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
     add(
         "--chat-template",
         metavar="FILE",
-        help="chat template (default: the one of the run's conversations, or the tokenizer's)",
+        help="chat template (default: that of the run's conversations, or the tokenizer's)",
     )
     add_begin(parser, "prompts of a base model")
-    add(
-        "--essays", type=Path, metavar="FILE", help="text of the haystack (default: made sentences)"
-    )
+    add("--essays", type=Path, metavar="FILE", help="haystack's text (default: made sentences)")
     add(
         "--qa-1",
         type=Path,
         metavar="FILE",
         help="SQuAD's JSON, or JSON lines with question, answers and paragraphs",
     )
-    add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or such JSON lines")
+    add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or JSON lines as for --qa-1")
 
     add = parser.add_argument_group("line_retrieval").add_argument
     add(

@@ -1,11 +1,11 @@
-"""Line retrieval, after LongEval: a record of named lines or needles, and questions about some.
+"""Line retrieval, after LongEval: a record of named lines, and questions about some of them.
 
-Every draw is a SHA-256 of its purpose, seed, sample and name, so a seed gives the same bytes on any
-machine. The purpose is train or score: no conversation to train on is ever asked when scoring,
-whatever the seeds.
+Every random draw is a SHA-256 of its purpose, seed, sample and name, so a seed gives the same bytes
+on any machine. The purpose is "train" or "score", so training and scoring never draw the same
+conversations, whatever the seeds.
 
-LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the
-sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
+LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?". The
+filler sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
 import tomllib
@@ -31,16 +31,18 @@ ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nou
 FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
 SPARE = 8
-"""Number of extra tokens that an answer may have, for example by another spelling."""
+"""Number of tokens that a model may write beyond the right answer's, for example if it spells the
+answer with other tokens."""
 EDGE = 16
-"""Number of lines at each end of a record; most questions to train on are about these."""
+"""Number of lines that count as an end of the record; most training questions are about one of its
+two ends."""
 _PROBE = 32
 """Number of lines from which the tokens per line are estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineTask:
-    """The settings of conversations."""
+    """Settings of the conversations of line retrieval."""
 
     tokens: int
     """Maximum number of tokens of a conversation, including the chat template's; the record gets as
@@ -49,28 +51,29 @@ class LineTask:
     purpose: Purpose
     seed: int
     form: Literal["lines", "needle", "repeat"] = "lines"
-    """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer
-    repeats the record of 2 or more names, about half of them with a value, so that no position
-    tells the next word."""
+    """Form of the record. "lines": every line has a name and a value. "needle": only the asked
+    lines have them, and the others are filler sentences. "repeat": the record has 2 or more names,
+    about half of them with a value, so that the position does not tell the next word; the answer
+    repeats the record."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
-    """Number of lines to ask for, one after the other; with repeat, number of times that the answer
-    contains the record.
-    """
+    """Number of lines to ask about, one after the other; with "repeat", the number of times that
+    the answer contains the record."""
 
 
 class LineMaker:
-    """Makes the conversations of a task; the asked line lies anywhere, or at a fixed depth."""
+    """Makes the conversations of a task, with the asked line anywhere or at a fixed depth."""
 
     def __init__(self, task: LineTask, prompts: Prompts, depth: int = 0, depths: int = 0) -> None:
-        """Estimate a line's tokens.
+        """Estimate the number of tokens per line.
 
         Args:
             depth: index of the asked line's depth, from 0 (the first line) to ``depths - 1`` (the
                 last line).
-            depths: number of depths; 0 means any line. A single depth is the middle.
+            depths: number of depths; with 0, the asked line is drawn at random. A single depth is
+                the middle.
 
-        Raises DataError: not even the asked lines fit, the tokenizer lacks words, or there is no
+        Raises DataError if not even the asked lines fit, the tokenizer lacks words, or there is no
         chat template.
         """
         self.task = task
@@ -205,18 +208,19 @@ class LineMaker:
         return record
 
     def _queried_lines(self, draw: str, lines: int) -> list[int]:
-        """Draw the lines to ask for.
+        """Draw the lines to ask about.
 
-        To train on, most are near an end of the record, and the first question is about an end or
-        any line. By chance alone the first and the last line would be asked for in one of hundreds
-        of questions, and a model would learn them late.
+        In training, most are near an end of the record, and the first question is about the very
+        first line, the very last, or any line. If all lines were equally likely, only one of
+        hundreds of questions would be about the first or the last line, and a model would learn
+        them late.
         """
         if self.task.purpose == "score":
             return distinct(draw, self.task.questions, lines, "asked")
 
         def line_of(number: int) -> int:
             num_edge_lines = min(EDGE, lines)
-            if number == 0:  # the first question is about the very end
+            if number == 0:  # an end is then the first or the last line itself
                 num_edge_lines = 1
             depth = below(draw, num_edge_lines, "depth", number)
             anywhere = below(draw, lines, "asked", number)
@@ -229,7 +233,7 @@ class LineMaker:
         return f"{self.task.purpose}:{self.task.seed}:{sample}"
 
     def _key(self, number: int) -> str:
-        """Return the name of a line."""
+        """Return the line name that belongs to a number below ``_num_names``."""
         reversed_words = []
         for choices in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
             number, index = divmod(number, len(choices))
@@ -249,14 +253,14 @@ class LineMaker:
 
 
 def _num_names(words: int) -> int:
-    """Return the number of line names of that many words."""
+    """Return the number of different line names that consist of ``words`` words."""
     return len(NOUNS) * len(ADJECTIVES) ** (words - 1)
 
 
 def _words_for(lines: int) -> int:
-    """Return the number of words of a name, 2 or more.
+    """Return the number of words per name, 2 or more, that gives enough names for ``lines``.
 
-    At least a sixth of the names stays unused, so that drawing another one is quick.
+    At least a sixth of the names stay unused, so a draw seldom has to be repeated.
     """
     words = 2
     while _num_names(words) <= 1.2 * lines:

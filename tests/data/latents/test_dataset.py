@@ -305,7 +305,7 @@ def test_writing_refuses_what_could_not_be_trained_on(tmp_path):
     with pytest.raises(DataError, match="no samples"):
         write_latents(tmp_path / "b", [])
     folder(tmp_path / "c")
-    with pytest.raises(DataError, match="holds latents already"):
+    with pytest.raises(DataError, match="already holds latents"):
         folder(tmp_path / "c")
     assert len(LatentFolder(tmp_path / "c")) == 10
 

@@ -166,7 +166,7 @@ def test_the_whole_is_run_once_and_kept(tmp_path, capsys):
     assert json.loads(path.read_text().splitlines()[0])["settings"] == vars(SIZE)
     assert path.with_suffix(".png").exists()
     attempts.main(flags)
-    assert "nothing trained" in capsys.readouterr().out
+    assert "nothing is trained" in capsys.readouterr().out
     assert attempts.main([*flags, "--iterations", "3"]) == 1
     assert "has runs with" in capsys.readouterr().err
 

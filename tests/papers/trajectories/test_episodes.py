@@ -185,7 +185,7 @@ def test_chains_that_cannot_be_are_refused(tmp_path):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=7))
     with pytest.raises(DataError, match="a sequence has 26 tokens"):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=2, seq_length=20))
-    with pytest.raises(DataError, match="prepare each size alone"):
+    with pytest.raises(DataError, match="prepare each size separately"):
         write_chains(
             [*attempts, episode("0", [1], [[1, 2]])], tmp_path / "a", Chains(trajectories=1)
         )

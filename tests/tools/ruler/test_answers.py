@@ -229,7 +229,7 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     assert "1000 tokens, line_retrieval 100%: 0.0" in output
     assert "| line_retrieval 100% | 0.0 | 0.0 |" in output
     assert (
-        "1 examples of each task and length; RULER's prompts as of a base model, haystack of "
+        "1 examples of each task and length; RULER's prompts as for a base model, haystack of "
         "made sentences"
     ) in output
     assert "seq_length 1000 is 3.91 times the 256 positions" in output
@@ -297,11 +297,11 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         ),
         (
             ["--tasks", "qa_2"],
-            "tasks names qa_2, but its questions come from a file; give --qa-2 FILE",
+            "tasks names qa_2, but its questions come from a file; give HotpotQA's JSON with --qa",
         ),
         (
             ["--tasks", "niah"],
-            "tasks names niah, but there is no such task; name some of niah_single_1, ",
+            "tasks names niah, but there is no such task; choose from niah_single_1, ",
         ),
         (
             ["--tasks", "vt", "--essays", "nowhere.txt"],

@@ -49,8 +49,8 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
         == 0
     )
     message = (
-        "note: qa_1, qa_2 left out, since their questions come from files; give them with --qa-1 "
-        "FILE and --qa-2 FILE\n"
+        "note: qa_1, qa_2 left out, since their questions come from files; give the files with "
+        "--qa-1 FILE and --qa-2 FILE\n"
     )
     assert capsys.readouterr().err == message
     taught = [row["messages"] for row in made(tokenizer, file, *flags, "--messages")]

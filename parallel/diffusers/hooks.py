@@ -65,7 +65,7 @@ class Hooks:
         """Arguments of each block that are cut."""
         for name, arguments in family.blocks.items():
             for block in getattr(model, name):
-                self._arguments[block] = arguments
+                self._arguments[unwrapped(block)] = arguments
         self._modes_of: dict[nn.Module, type[ReplacingMode]] = {}
         """The kind of each attention that spans the ranks."""
         self._handles: list[Any] = []
@@ -278,6 +278,11 @@ class Hooks:
         if self._checkpoint is not None:
             setattr(model, CHECKPOINT, self._checkpoint)
             self._checkpoint = None
+
+
+def unwrapped(block: nn.Module) -> nn.Module:
+    """Return the block inside torch's checkpoint wrapper, if it is wrapped."""
+    return getattr(block, "_checkpoint_wrapped_module", block)
 
 
 def _bind(module: nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:

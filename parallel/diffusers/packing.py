@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel.context import ContextParallel
 from parallel.diffusers.families import Family, Packing
-from parallel.diffusers.hooks import CHECKPOINT, SPLIT, Hooks
+from parallel.diffusers.hooks import CHECKPOINT, SPLIT, Hooks, unwrapped
 from parallel.diffusers.split import PackedSplit, TokenSplit
 from runtime.errors import UserError
 
@@ -59,7 +59,7 @@ class PackedForward:
         self._context_over = context_over
         (self._blocks_name,) = family.blocks
         self._blocks = list(getattr(model, self._blocks_name))
-        self._signature = inspect.signature(self._blocks[0].forward)
+        self._signature = inspect.signature(unwrapped(self._blocks[0]).forward)
 
     def __call__(self, model: nn.Module, clips: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Return the prediction for each clip; ``model`` may wrap the model that is sharded."""

@@ -12,7 +12,8 @@ the blocks make of it.
 Shapes: B samples, I image and T text tokens, n of them this rank's, H heads of width D.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,26 @@ class GatherTokens(torch.autograd.Function):
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(dist.get_world_size(ctx.group), 1)[dist.get_rank(ctx.group)], None
+
+
+class SelectTokens(torch.autograd.Function):
+    """Copy some tokens. Nothing is saved for the backward but the index, which is no saved tensor.
+
+    A block that is computed again under checkpointing must save as many tensors as the first time,
+    and a tensor that several blocks get is cut in only one of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Return the tokens; a view would keep the whole tensor in memory for the backward."""
+        ctx.shape, ctx.dim, ctx.index = x.shape, dim, index
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient, which is 0 for the other tokens."""
+        whole = gradient.new_zeros(ctx.shape)
+        return whole.index_add_(ctx.dim, ctx.index, gradient), None, None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -104,6 +125,15 @@ class TokenSplit:
             "joint": torch.cat([text, image + text_len]),
         }
         self._cuts: dict[tuple[int, Tokens], tuple[Tensor, Tensor]] = {}
+        self._indices: dict[tuple[Any, torch.device], Tensor] = {}
+        """Indices on the devices on which they were used; a copy there would wait for the device.
+        """
+
+    def _on_device(self, key: Any, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return an index on a device, made and copied the first time."""
+        if (key, device) not in self._indices:
+            self._indices[key, device] = make().to(device)
+        return self._indices[key, device]
 
     def _image_tokens(self, positions: Tensor) -> Tensor:
         """Return the numbers of the image tokens among positions of the sequence."""
@@ -154,8 +184,10 @@ class TokenSplit:
 
         key = (id(x), tokens)
         if key not in self._cuts:
-            # index_select copies; a view would keep the whole tensor in memory for the backward.
-            cut = x.index_select(tokens.dim, self._index[tokens.stream].to(x.device))
+            stream = tokens.stream
+            index = self._on_device(stream, x.device, lambda: self._index[stream])
+            dim = tokens.dim % x.ndim
+            cut: Tensor = SelectTokens.apply(x, dim, index)
             self._cuts[key] = (x, cut)  # with x, whose id must not be given to another tensor
         return self._cuts[key][1]
 
@@ -193,10 +225,13 @@ class TokenSplit:
         x = F.pad(x, (0, 0, 0, length - self.num_image))
         gathered: Tensor = GatherTokens.apply(x, self.context.group)
 
-        places = torch.empty(self.whole_len["image"], dtype=torch.long)
-        for rank, local_tokens in enumerate(tokens):
-            places[local_tokens] = rank * length + torch.arange(len(local_tokens))
-        return gathered.index_select(1, places.to(x.device))
+        def places() -> Tensor:
+            index = torch.empty(self.whole_len["image"], dtype=torch.long)
+            for rank, local_tokens in enumerate(tokens):
+                index[local_tokens] = rank * length + torch.arange(len(local_tokens))
+            return index
+
+        return gathered.index_select(1, self._on_device("gathered", x.device, places))
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return the attention ``[B, H, Q, D]`` of whole queries to the image tokens of all ranks.
@@ -245,7 +280,8 @@ class TokenSplit:
             sample: the number of the sample if q, k and v are one sample's; None for all samples.
         """
         with_text = q.shape[1] > self.local_len("image")
-        order = self._order(text_first, with_text).to(q.device)
+        key = (text_first, with_text)
+        order = self._on_device(key, q.device, lambda: self._order(text_first, with_text))
         padding = len(self.context.positions) - len(order)
 
         def local(x: Tensor) -> Tensor:
@@ -292,7 +328,7 @@ class TokenSplit:
 
         outputs = torch.zeros_like(q)
         for text_len, samples in samples_of.items():
-            index = torch.tensor(samples, device=q.device)
+            index = self._on_device(tuple(samples), q.device, partial(torch.tensor, samples))
             selected_q, selected_k, selected_v = q[index], k[index], v[index]
             out = self._attend(selected_q, selected_k, selected_v, text_len, scale)
             outputs = outputs.index_copy(0, index, out)

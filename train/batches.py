@@ -159,7 +159,7 @@ class Batches:
             num_workers=task.config.data.num_workers,
             pin_memory=task.mesh.device.type == "cuda",
         )
-        """How a global batch is divided among the data-parallel ranks, and how it is read."""
+        """Settings by which a global batch is divided among data-parallel ranks and read."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
         """Return this rank's shard of each step's micro-batches, prefetched one step ahead."""

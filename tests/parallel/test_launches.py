@@ -159,7 +159,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_the_processes_join_with_the_r
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for cuda, reason in (
         (None, "built for CPUs: run `make venv TORCH="),
-        ("13.0", "built for GPUs: check nvidia-smi"),
+        ("13.0", "built for GPUs: run nvidia-smi"),
     ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         with pytest.raises(MeshError, match=f"on {socket.gethostname()} is {reason}"):

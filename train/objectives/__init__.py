@@ -17,7 +17,7 @@ class Objective(ABC):
     """
 
     loss_name: ClassVar[str]
-    """Field of a record with the training loss, one of ``train.callbacks.metrics.LOSSES``."""
+    """Name of the training loss in records, one of ``train.callbacks.metrics.LOSSES``."""
     unit: ClassVar[str]
     """Unit of the rate in progress lines; a record has it as ``UNIT_per_second``."""
 
@@ -51,7 +51,7 @@ class Objective(ABC):
 
     @abstractmethod
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name of the first stage's input in a shard, and a meta tensor like it."""
+        """Return the key of the first stage's input in a shard, and a meta tensor of its shape."""
 
     @abstractmethod
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:

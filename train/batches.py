@@ -135,7 +135,7 @@ class StopAgreement(Callback):
             if count:
                 reasons.append(f"{number.name} to {count} of {world_size} processes")
         if over:
-            reasons.append(f"the time limit exit_duration_in_mins {self._minutes} is over")
+            reasons.append(f"the time limit exit_duration_in_mins {self._minutes} was reached")
         return ", ".join(reasons)
 
 

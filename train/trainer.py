@@ -286,7 +286,7 @@ class Trainer:
 
 
 def describe_folder(folder: Path) -> str:
-    """List the files that a run has written, for people who look for its loss curve."""
+    """Return a line that lists a run's files, for people who look for its loss curve."""
     meanings = {"loss.png": "the curve", METRICS: "every iteration", "config.toml": "every setting"}
     files = [
         f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()

@@ -41,8 +41,8 @@ class Data:
 class Task(ABC, Generic[C]):
     """The model, the objective and the data of a run.
 
-    The trainer, the planner's rehearsals and the parity tool all build from it. Its constructor
-    joins process groups, but allocates no weights: `build_parts` does.
+    The trainer, the planner's rehearsals and the parity tool all build from it. The constructor
+    creates process groups, but no weights: `build_parts` allocates these.
     """
 
     entry: ClassVar[str]
@@ -94,7 +94,7 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def load_data(self, tokenizer: Any) -> Data:
-        """Open the data; collective. Raises UserError: they are missing or do not fit the run."""
+        """Open the data; collective. Raises UserError if they are missing or do not fit the run."""
 
     @abstractmethod
     def flops_per_token(self, length: int) -> float:
@@ -119,7 +119,8 @@ class Task(ABC, Generic[C]):
     def build_runner(self, parts: Sequence[Any], micro_batches: int | None = None) -> Runner:
         """Build the runner that takes a step's micro-batches through ``parts``; collective.
 
-        ``micro_batches`` is their number on this rank, by default the configuration's.
+        ``micro_batches`` is the number of micro-batches per step on this rank, by default the
+        configuration's.
         """
         mesh = self.mesh
         objective = self.objective
@@ -134,12 +135,12 @@ class Task(ABC, Generic[C]):
         virtual_stages = pipeline.num_virtual_stages_per_pipeline_rank
         if is_first() and schedule == "Interleaved1F1B" and virtual_stages == 1:
             print(
-                f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves "
-                "nothing: it is 1F1B; "
-                "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
+                f"note: pipeline_schedule {schedule} with 1 virtual stage per process is the same "
+                "as 1F1B, because there is nothing to interleave; "
+                "--num-virtual-stages-per-pipeline-rank 2 shortens the pipeline bubbles",
                 flush=True,
             )
-        # Imported here: it takes a second, because of torch.compile.
+        # Imported here, because the import takes a second, due to torch.compile.
         from parallel.pipeline.schedule import PipelineRunner
 
         return PipelineRunner(

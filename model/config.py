@@ -40,10 +40,10 @@ class Footprint(NamedTuple):
     (``planner.step_shape.StepShape.first_layer``)."""
     output_gate: float = 0.0
     """Number of copies of the queries that attention's output gate saves; layers with a delta rule
-    are counted elsewhere."""
+    are counted in ``planner/layers/delta_cost.py``."""
     qk_norms: float = 0.0
     """Number of copies of the queries and keys that their norms save, a float32 copy counted as 2;
-    layers with a delta rule are counted elsewhere."""
+    layers with a delta rule are counted in ``planner/layers/delta_cost.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def local_rope(self) -> RopeConfig | None:
-        """Rope settings of layers with a window, if they have their own; else None."""
+        """Rope settings of layers with a window; None if these use the model's rope settings."""
         return None
 
     @property

@@ -290,7 +290,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
-    """Return the kernel for full tiles of softmax attention, or torch's if there is no method."""
+    """Return the kernel's name for full tiles of softmax attention; torch's without a method."""
     device = config.mesh.device_type
     is_local_hybrid = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not is_local_hybrid):

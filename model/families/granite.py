@@ -41,7 +41,7 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
     """Factor of the outputs of attention and feed-forward before they are added to the residual
     stream."""
     logits_scaling: float = 1.0
-    """Divide the logits by this number."""
+    """Divisor of the logits."""
 
     title = "Granite 3"
     footprint = Footprint(fused_residual=4.0, gated=True)

@@ -109,7 +109,8 @@ RELEASED = HYBRID_NAMES.renamed(
         {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
     ),
 )
-"""Names in the released files."""
+"""Names of the weights in the released files, where layers with a delta rule name norms otherwise.
+"""
 SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
 """Names in files that transformers writes; they differ from the released ones, because its renaming
 on export is meant for layers with a delta rule, but changes layers of softmax attention too."""

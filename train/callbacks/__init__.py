@@ -23,7 +23,7 @@ class Step:
     valid: int
     """Number of tokens with a loss, on all ranks together."""
     loss: float
-    """Mean loss over those tokens, before the update."""
+    """Mean loss over the tokens with a loss, before the update."""
     record: dict[str, Any]
     """The step's record in metrics.jsonl; callbacks add fields to it."""
     wait: Callable[[], None]

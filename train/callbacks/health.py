@@ -27,7 +27,7 @@ MAX_FAILURES = 3
 A hardware fault rarely comes three times at the same iteration; a divergence always does.
 """
 WINDOW = 100
-"""Number of recent good steps whose median defines a spike."""
+"""Number of recent good steps; their median loss and gradient norm define what a spike is."""
 MIN_GOOD_STEPS = 20
 """Minimum number of good steps before a step can count as a spike."""
 FAILURES = "failures.jsonl"

@@ -25,7 +25,7 @@ LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Destinations of a run's metrics, in addition to metrics.jsonl."""
+    """Lines on the screen, and services that receive a run's metrics besides metrics.jsonl."""
 
     log_interval: int = 10
     """Number of iterations between lines on the screen. A line shows the mean loss since the
@@ -67,7 +67,7 @@ class RunLog:
         iteration: int,
         device: str = "cpu",
     ) -> None:
-        """Start after ``iteration``; later records of metrics.jsonl are dropped.
+        """Open the log to continue after ``iteration``, and drop later records of metrics.jsonl.
 
         Args:
             settings: the resolved configuration, for the services to show.

@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 """Start and end in nanoseconds."""
 FOLDER = "profile"
 COLUMNS = ("compute", "exposed", "communication", "data", "saving", "other", "iteration")
-"""Columns of the table: fields of ``RankTimes``."""
+"""Columns of the table, which are names of attributes of ``RankTimes``."""
 
 
 @dataclass(frozen=True, kw_only=True)

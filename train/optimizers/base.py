@@ -67,7 +67,8 @@ class OptimizerSpec(ABC):
     def groups(self, config: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Group]:
         """Return the groups of the trained parameters.
 
-        By default only matrices decay: shrinking a norm's weight or a bias regularises nothing.
+        By default only matrices decay, because shrinking a norm's weight or a bias regularises
+        nothing.
         """
         matrices = [parameter for _, parameter in parameters if parameter.ndim >= 2]
         vectors = [parameter for _, parameter in parameters if parameter.ndim < 2]

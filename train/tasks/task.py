@@ -31,7 +31,7 @@ class Data:
 
     train: Samples
     valid: Samples | None
-    """None if the run makes no validations."""
+    """Validation samples; None if the run makes no validations."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
     curve: Curve | None = None
@@ -77,7 +77,10 @@ class Task(ABC, Generic[C]):
     @staticmethod
     @abstractmethod
     def validate(config: Any, world_size: int) -> None:
-        """Check the sections against each other; raise UserError for the first contradiction."""
+        """Check a configuration's sections against each other.
+
+        Raises UserError for the first contradiction.
+        """
 
     @staticmethod
     def load_tokenizer(config: Any) -> Any:
@@ -105,7 +108,7 @@ class Task(ABC, Generic[C]):
         """Describe the run in one line: the model, the mesh and the data."""
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
-        """Return a function to call on all ranks after each validation, given the iteration."""
+        """Return a function of the iteration to call on all ranks after a validation, or None."""
         return None
 
     def build_parts(self, *, initialize: bool = True) -> list[Any]:

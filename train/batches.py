@@ -159,11 +159,7 @@ class Batches:
             num_workers=task.config.data.num_workers,
             pin_memory=task.mesh.device.type == "cuda",
         )
-<<<<<<< HEAD
         """Settings by which a global batch is divided among data-parallel ranks and read."""
-=======
-        """Sizes that split a global batch over the data-parallel ranks, and settings to read it."""
->>>>>>> yv
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
         """Return this rank's shard of each step's micro-batches, prefetched one step ahead."""

@@ -66,7 +66,7 @@ class MemoryEstimate(NamedTuple):
 
     config: AnyConfig
     inputs: tuple[StepShape, Plan, Arrangement]
-    """The configuration in the cost model's numbers."""
+    """The configuration converted to the cost model's inputs."""
     memory: dict[str, float]
     """Bytes of the busiest rank, keyed by cause."""
     host: float

@@ -141,7 +141,7 @@ def linear_attention(
         exponents = rates.view(-1, *[1] * distance.ndim) * distance
         return exponents.exp().where(visible, 0).to(q.dtype)
 
-    # Only tokens of the same document.
+    # A token sees itself and earlier tokens of its own document.
     document = torch.bucketize(position, cu_seqlens[1:], right=True)  # [T]
     distance = position[:, None] - position  # [T, S]
     visible = (distance >= 0) & (document[:, None] == document)

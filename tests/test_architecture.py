@@ -23,9 +23,14 @@ FOLDERS = {
     "data": ("text and latents, from files to each rank's batches", "runtime"),
     "parallel": ("the dimensions of the mesh", "parallel/context kernels runtime"),
     "parallel/context": ("attention over sequences that ranks share", "kernels runtime"),
+    "parallel/comparison": ("a model over ranks compared with one process", "runtime"),
     "parallel/transformers": (
         "models of transformers over the ranks of a group",
-        "parallel/context kernels runtime",
+        "parallel/comparison parallel/context kernels runtime",
+    ),
+    "parallel/diffusers": (
+        "diffusion transformers of diffusers over the ranks of a group",
+        "parallel/comparison parallel/context runtime",
     ),
     "train": ("the one loop that both entries share", f"{LIBRARY} train/checkpoint {RULER}"),
     "train/checkpoint": ("save and load: atomic, verified, on any mesh", "runtime"),

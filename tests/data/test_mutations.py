@@ -219,7 +219,7 @@ def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
         "words.json": lambda: prepare(request, tmp_path / "words", progress=False),
     }.get(name, lambda: load_template(str(tmp_path / "tokenizer.json")))
     with pytest.raises(
-        DataError, match=r"holds no index.json|has no chat template|words.json is no file"
+        DataError, match=r"has no index.json|has no chat template|words.json is not a file"
     ):
         use()
 

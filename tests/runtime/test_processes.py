@@ -114,7 +114,7 @@ def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "SECONDS_TO_ANSWER", 0.3)
     for rank, words in (
         (0, f"MASTER_PORT is {port}, but another program"),
-        (1, r"rank 1 is connected to .*, but it does not answer as a store .* \(it is silent\)"),
+        (1, r"rank 1 is connected to .*, but the program there is not a store .* \(it is silent\)"),
     ):
         launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(LaunchError, match=words):

@@ -78,7 +78,7 @@ def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
     (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
     with pytest.raises(
         UserError,
-        match=r"mock_data is set: the run was trained on random.*name a run that was trained with",
+        match=r"mock_data is set, so the run .* on random.*name a run that was trained with",
     ):
         open_run(tmp_path)
 

@@ -92,7 +92,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
             return fits(of_length(config, num_steps * STEP), world_size, cluster, progress)
 
         if fits_length(1):
-            return STEP * _last(fits_length, MAX_TOKENS // STEP)
+            return STEP * last_good(fits_length, MAX_TOKENS // STEP)
     raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
 
 
@@ -111,7 +111,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
         for size in sorted({per_node, *powers}):
             if fits(config, size, cluster, progress):
                 return size
-        num_nodes = 1 + _last(is_too_small, MAX_PROCESSES // per_node, exact=True)
+        num_nodes = 1 + last_good(is_too_small, MAX_PROCESSES // per_node, exact=True)
     if num_nodes * per_node > MAX_PROCESSES:
         raise ConfigError(
             f"seq_length is {config.train.seq_length}, too long for {MAX_PROCESSES} processes; "
@@ -131,7 +131,7 @@ def of_length(config: Config, tokens: int) -> Config:
     return config.updated(seq_length=tokens)
 
 
-def _last(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
+def last_good(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
     """Return the largest n in [1, maximum] with is_good(n), which must be true from 1 up to it.
 
     The upper bound doubles first, then the interval is halved. Without ``exact`` the relative error

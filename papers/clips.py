@@ -142,11 +142,12 @@ def lines_of(row: Row) -> Iterator[str]:
     yield row.published
     yield row.assumed
     gpus = row.run.gpus
+    cluster = load_cluster(row.cluster)
     if row.is_timed:
         yield duration(prediction.time)
         yield duration(prediction.forward)
         rate = prediction.tflops(gpus)
-        yield f"{rate:.0f} ({rate / load_cluster(row.cluster).peak_tflops:.0%})"
+        yield f"{rate:.0f} ({rate / cluster.peak_tflops:.0%})"
         spent = []
         for cause, seconds in sorted(prediction.seconds.items(), key=lambda item: -item[1]):
             if seconds > 0.01 * prediction.time:
@@ -155,7 +156,10 @@ def lines_of(row: Row) -> Iterator[str]:
     else:
         yield from ("", "", "", "")
     amounts = [f"{count / 1e9:.1f}" for count in prediction.memory.values()]
-    yield f"{prediction.bytes / 1e9:.1f}: {' + '.join(amounts)}"
+    total = f"{prediction.bytes / 1e9:.1f}"
+    if prediction.bytes > 1e9 * cluster.memory_gb:
+        total += f", more than the card's {cluster.memory_gb:g}"
+    yield f"{total}: {' + '.join(amounts)}"
 
 
 def main() -> int:

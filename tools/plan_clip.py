@@ -22,6 +22,7 @@ from typing import Any
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kernels.backends import RATED
 from parallel.context.config import FullContextConfig
 from parallel.context.methods import method_of
 from planner.cluster import Cluster, load_cluster
@@ -153,8 +154,9 @@ def plan(argv: list[str]) -> None:
     cluster = load_cluster(args.cluster)
     run = base_run(args)
     choices = choices_of(args, model)
+    name = file.stem if file.stem != "config" else str(file)
     if args.fits:
-        print_largest(args, model, clip, run, cluster, choices)
+        print_largest(args, model, clip, run, name, cluster, choices)
         return
 
     ranking = rank_clip(model, clip, run, cluster, choices)
@@ -164,7 +166,7 @@ def plan(argv: list[str]) -> None:
         rows = [entry(candidate) for candidate in ranking.candidates[: args.top]]
         print(json.dumps({"cluster": cluster.entries(), "rows": rows}))
         return
-    print("\n".join(answer(ranking, model, clip, file, cluster, args.top)))
+    print("\n".join(answer(ranking, model, clip, name, cluster, args.top)))
 
 
 def nothing_fits(ranking: ClipRanking, cluster: Cluster) -> str:
@@ -195,14 +197,18 @@ def entry(candidate: ClipCandidate) -> dict[str, Any]:
     }
 
 
-def headline(model: Transformer, clip: Clip, run: ClipRun, file: Path, cluster: Cluster) -> str:
+def headline(model: Transformer, clip: Clip, run: ClipRun, name: str, cluster: Cluster) -> str:
     """Describe GPUs, clip and model."""
     grid = " x ".join(map(str, clip.grid(model)))
-    text = clip.text_tokens(model)
-    joined = "that attend with them" if model.joint else "that every rank has"
+    text = f"{clip.text_tokens(model):,} of text that every GPU has"
+    if model.joint:
+        text = f"with {clip.text_tokens(model):,} of text {clip.attended_tokens(model):,}"
+    shape = f"clips of {clip.frames} x {clip.height} x {clip.width}"
+    if model.makes_pictures:
+        shape = f"pictures of {clip.height} x {clip.width}"
     lines = [
-        f"{counted(run.gpus, 'GPU')} of {cluster.name}, clips of {clip.frames} x {clip.height} x "
-        f"{clip.width}: {grid} = {clip.image_tokens(model):,} tokens, {text:,} of text {joined}"
+        f"{counted(run.gpus, 'GPU')} of {cluster.name}, {shape}: "
+        f"{grid} = {clip.image_tokens(model):,} tokens, {text}"
     ]
     training = run.training()
     traces = whole_traces(model, clip, training)
@@ -211,7 +217,7 @@ def headline(model: Transformer, clip: Clip, run: ClipRun, file: Path, cluster: 
         trained = f"{traces.trained / 1e6:,.1f} M of them trained, in adapters of {run.lora_rank}"
     forward, backward = clip_flops(model, clip, training)
     lines.append(
-        f"{file.stem if file.stem != 'config' else file}, {model.config_class}: "
+        f"{name}, {model.config_class}: "
         f"{traces.parameters / 1e9:.2f} B weights, {trained}; {forward + backward:.3g} FLOPs a "
         f"clip, {counted(run.batch, 'clip')} a step"
     )
@@ -219,7 +225,7 @@ def headline(model: Transformer, clip: Clip, run: ClipRun, file: Path, cluster: 
 
 
 def answer(
-    ranking: ClipRanking, model: Transformer, clip: Clip, file: Path, cluster: Cluster, top: int
+    ranking: ClipRanking, model: Transformer, clip: Clip, name: str, cluster: Cluster, top: int
 ) -> list[str]:
     """Describe the fastest run that fits, then the others."""
     run, prediction = ranking.candidates[0]
@@ -231,13 +237,13 @@ def answer(
     owner = f"a GPU of the first row{tightly(prediction.bytes, cluster)}"
     shown = ranking.candidates[:top]
     return [
-        headline(model, clip, run, file, cluster),
+        headline(model, clip, run, name, cluster),
         *discarded(ranking, cluster, top),
         table(shown, cluster),
-        f"row 1: {', '.join(spent)}",
+        f"row 1: {', '.join(spent)}; forwards take {duration(prediction.forward)}",
         bars(prediction.memory, 0.0, cluster, owner),
         f"in the training script: cp = {call_of(run)}",
-        *sources(cluster),
+        *sources(run, cluster),
     ]
 
 
@@ -310,15 +316,16 @@ def call_of(run: ClipRun) -> str:
     return f"shard(transformer, group, {', '.join(options)})"
 
 
-def sources(cluster: Cluster) -> list[str]:
+def sources(run: ClipRun, cluster: Cluster) -> list[str]:
     """Describe the sources of the numbers."""
-    kernel = cluster.attention_kernel or "attention"
+    kernel = RATED[cluster.attention_kernel].title if cluster.attention_kernel else "attention"
+    dtype = "" if run.element_size == 2 else "; float32 has lower rates than these of bfloat16"
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
-        f"{kernel} at {cluster.attention_fraction:.0%}; what is between by the memory's rate",
+        f"{kernel} at {cluster.attention_fraction:.0%}, the rest at the memory's rate{dtype}",
         "  memory: counted from the class's forward, allocator's reserve left out",
-        "  no run on a GPU has been compared with it yet",
+        "  no run on a GPU has been compared with it yet (docs/concepts/predictions.md)",
     ]
 
 
@@ -327,6 +334,7 @@ def print_largest(
     model: Transformer,
     clip: Clip,
     run: ClipRun,
+    name: str,
     cluster: Cluster,
     choices: Choices,
 ) -> None:
@@ -348,9 +356,9 @@ def print_largest(
     if args.json:
         print(json.dumps(entries))
         return
-    file = Path(args.model)
     settings = f"{_memory_by(run)}, checkpointing {args.checkpointing}"
-    print(f"{file.stem}, {counted(run.gpus, 'GPU')} of {cluster.name}, {settings}")
+    trained = "all weights" if run.lora_rank is None else f"adapters of {run.lora_rank}"
+    print(f"{name}, {counted(run.gpus, 'GPU')} of {cluster.name}: {trained}, {settings}")
     print("\n".join(aligned(lines, ())))
     print(f"of {cluster.memory_gb:g} GB a tenth is left to the allocator")
 

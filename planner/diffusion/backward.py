@@ -71,6 +71,7 @@ def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
     variable holds it; those saved for the backward stay. The outputs' gradient waits. Checkpointing
     stops when all tensors that the backward needs are there.
     """
+    # The last operator that reads each storage, and the last that saves anything.
     num_operations = 0
     last_use: dict[Storage, int] = {}
     for index, operation in enumerate(tape.operations):
@@ -81,6 +82,7 @@ def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
     for symbol in tape.variables:
         last_use[symbol.storage] = len(tape.operations)
 
+    # Run up to there; inputs wait in any case.
     pinned = {symbol.storage for symbol in tape.inputs}
     alive = set(pinned)
     peak = 0
@@ -139,6 +141,7 @@ class _Backward:
             gradient = Storage(0)
             self._retain(gradient)
 
+        # Gradients of the inputs, which are new or the output's own.
         new_gradients = []
         for symbol in operation.inputs:
             if not symbol.is_tracked:
@@ -151,6 +154,7 @@ class _Backward:
         self._alive += operation.weight_gradient
         self.peak = max(self.peak, self._alive + operation.temporary)
 
+        # The output's gradient and the saved tensors are not needed any more.
         for symbol, storage in new_gradients:
             self._accumulate(symbol, storage)
         self._release(gradient)

@@ -144,6 +144,8 @@ class Clip:
         for name, value in (("frames", self.frames), ("height", self.height)):
             if value < 1:
                 raise ClipError(f"{name} is {value}; it must be 1 or more")
+
+        # The first frame is a latent by itself, and then each few are one.
         step = vae.frames * model.patch.frames
         count = (self.frames - 1) // vae.frames + 1
         if (self.frames - 1) % vae.frames or count % model.patch.frames:
@@ -184,6 +186,8 @@ class Clip:
 
     def local_tokens(self, model: Transformer, local_len: int, samples: int = 1) -> Tokens:
         """Return the tokens of the busiest of the ranks that each have ``local_len`` tokens."""
+
+        # Image tokens are numbered first: the first ranks have nothing else.
         whole_image = self.image_tokens(model)
         whole_text = self.text_tokens(model)
         image = min(whole_image, local_len)

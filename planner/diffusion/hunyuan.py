@@ -187,8 +187,10 @@ class HunyuanVideo15(HunyuanVideo):
         if config["use_meanflow"]:
             time = tape.add(time, embedded_time(tape, samples, hidden))
 
+        # Three kinds of text tokens, each marked by a vector of its own.
         kinds = tape.parameter(KINDS_OF_TEXT, hidden)
         text = self._refined_text(tape, samples, tokens.whole_text - self.added_tokens)
+
         glyphs = tape.input(samples * GLYPH_TOKENS, config["text_embed_2_dim"], is_tracked=False)
         x = tape.layer_norm(glyphs, is_affine=True)
         for name in ("linear_1", "linear_2"):

@@ -32,6 +32,8 @@ def step_memory(
     states -= _uncopied_bytes(run, traces)
     largest_block = _largest_block_bytes(run, traces)
     activations, temporary = _activations(run, model, tokens, traces)
+
+    # The peak is at the moment with the largest sum.
     memory_by_moment = []
     for gradient, activation, weights, rest in zip(
         gradients, activations, passing, temporary, strict=True
@@ -72,6 +74,8 @@ def _activations(
     waiting = waiting_bytes(run, traces)
     whole_rows = tokens.samples * tokens.whole_image
     clip = LOSS_COPIES * 4 * whole_rows * model.out_width
+
+    # The last block's backward sees all that waits, the first's almost nothing but gradients.
     outside = clip + outside_bytes(run, model, tokens, traces)
     activations = Moments(
         loss=outside + sum(waiting),
@@ -80,6 +84,8 @@ def _activations(
         first_layer=outside + waiting[0],
         end=outside,
     )
+
+    # A block's backward, without the bytes of it that are counted as waiting.
     first = blocks[0].peak / run.tp - waiting[0]
     last = blocks[-1].peak / run.tp - waiting[-1]
     # At the end the gradient of all embedded tokens exists, and the copy that is scattered to it.

@@ -64,9 +64,9 @@ class Traces:
     """Recorded parts of a model for a rank's tokens."""
 
     embed: Trace
-    """What comes before the blocks."""
+    """Embeddings, and all else before the blocks."""
     finish: Trace
-    """What follows them."""
+    """The last norm and product."""
     blocks: tuple[Trace, ...]
     """Each block in its order."""
 

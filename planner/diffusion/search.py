@@ -116,6 +116,8 @@ def rank_clip(
     with Progress() as progress:
         for run in runs_of(model, clip, base, cluster, choices, ranking.refused):
             progress(f"searching: {run.method.title} over {run.context} ranks")
+
+            # Without and with gradient checkpointing.
             fitting = []
             sizes = []
             for recomputed in choices.recomputed:
@@ -148,6 +150,7 @@ def largest_clips(
     largest clip has the given shape, as near as whole tokens allow.
     """
     clip.attended_tokens(model)
+
     largest = []
     with Progress() as progress:
         for context in choices.contexts:

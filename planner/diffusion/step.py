@@ -67,15 +67,21 @@ class ClipStep:
         self.model = model
         self.clip = clip
         self.cluster = cluster.running(run.method.attention_backend)
+
+        # The attention's plan, and the tokens that it gives to a rank.
         self.plan = plan_of(model, clip, run, cluster)
         self.tokens = clip.local_tokens(model, self.plan.local_len, run.samples)
 
         heads = model.heads // run.tp
         geometry = self.plan.geometry
         self.sizes = sizes(geometry, run.samples, heads, heads, model.head_dim, run.element_size)
+
+        # The forward is recorded with the buffers of that plan's backward.
         moves = self.plan.backward_moves(self.sizes)
         buffers = backward_buffers(self.plan, self.sizes, moves) * run.tp
         self.traces = traces_of(model, run.training(buffers), self.tokens)
+
+        # The rest of the step, in the numbers of any model.
         self.arrangement = Arrangement(
             dp=run.groups,
             tp=run.tp,
@@ -151,6 +157,7 @@ class ClipStep:
             moved += block.moved
             local += block.attention
 
+        # A rank of tensor parallelism has its share of the mean.
         cluster = self.cluster
         share = 1 / (len(self.traces.blocks) * self.run.tp)
         local_seconds = share * local / cluster.attention_flops_per_s

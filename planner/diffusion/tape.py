@@ -84,6 +84,8 @@ class Tape:
 
         out = self._new(x.rows, width, self.size, x.is_tracked)
         self._record((x,), out)
+
+        # An adapter beside it reads the same input.
         if self.training.has_adapter(name):
             return self.add(out, self._adapter(x, width))
         return out

@@ -1,4 +1,4 @@
-"""What the planner must know of a class of diffusers, and the values of its ``config.json``."""
+"""Base of the described classes of diffusers, with the values of their ``config.json``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -87,6 +87,7 @@ class Wan(Transformer):
         time = two_products(tape, frequencies, self.hidden)
         modulation = tape.linear(tape.activation(time), 6 * self.hidden, "time_proj")
 
+        # The text, without the picture's tokens.
         text_rows = samples * (tokens.whole_text - self.added_tokens)
         text = tape.input(text_rows, self.config["text_dim"], is_tracked=False)
         text = two_products(tape, text, self.hidden)
@@ -113,6 +114,7 @@ class Wan(Transformer):
         table = tape.parameter(1, 2 * self.hidden)
         twice = tape.join_channels(time, time)
         shift, scale = tape.columns(tape.add(twice, table), 2)
+
         normed = tape.layer_norm(tape.cast(image, 4))
         normed = tape.modulate(normed, scale, shift)
         normed = tape.cast(normed, tape.size)
@@ -185,6 +187,8 @@ class Wan(Transformer):
         picture_rows = tokens.samples * self.added_tokens
         q = tape.linear(x, self.hidden, "attn2.to_q")
         q = tape.rms_norm(q)
+
+        # The text's keys; then the picture's, whose output is added.
         k, v = self._keys(tape, joined, rows - picture_rows, "attn2.to_k", "attn2.to_v")
         out = tape.local_attention(q, k, v, self.heads)
         if self.added_tokens:

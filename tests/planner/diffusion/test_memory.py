@@ -1,4 +1,4 @@
-"""What the planner counts for the backward, against what torch keeps of diffusers' tiny models."""
+"""Predicted memory of a backward, against what torch keeps of diffusers' tiny models."""
 
 import weakref
 from dataclasses import replace
@@ -60,13 +60,13 @@ def prepared(name, dtype, lora=False, checkpointing=False, sharded=True):
 
 def saved_bytes(model, arguments):
     """Bytes of the storages that autograd saves, but weights and arguments."""
-    known = [*model.parameters(), *model.buffers(), *tree_leaves(arguments)]
-    known_storages = {x.untyped_storage().data_ptr() for x in known}
+    before = [*model.parameters(), *model.buffers(), *tree_leaves(arguments)]
+    storages_before = {x.untyped_storage().data_ptr() for x in before}
     storages = {}
 
     def pack(x):
         storage = x.untyped_storage()
-        if storage.data_ptr() not in known_storages:
+        if storage.data_ptr() not in storages_before:
             storages[storage.data_ptr()] = storage
         return x
 
@@ -106,7 +106,7 @@ def test_a_batch_and_copies_of_its_parts_are_predicted(name):
 
 
 def test_a_time_for_each_token_is_predicted():
-    """Six channels of modulation for each channel of a token, in float32, are kept in each block."""
+    """Each block keeps six float32 channels of modulation for each channel of a token."""
     dtype = torch.bfloat16
     model = prepared("wan", dtype)
     real = saved_bytes(model, inputs("wan", dtype, per_token=True))
@@ -116,13 +116,13 @@ def test_a_time_for_each_token_is_predicted():
 
 
 class Alive(TorchDispatchMode):
-    """Follows the bytes of the storages that operators allocate, but those known before."""
+    """Follows the bytes of the storages that operators allocate, but those of ``before``."""
 
-    def __init__(self, known):
+    def __init__(self, before):
         super().__init__()
         self.bytes = 0
         self.peak = 0
-        self._sizes = {x.untyped_storage()._cdata: 0 for x in known}
+        self._sizes = {x.untyped_storage()._cdata: 0 for x in before}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -147,8 +147,8 @@ def test_checkpointing_and_its_peak_are_predicted(name, dtype, lora):
     settings = {"dtype": dtype, "lora": lora, "checkpointing": True, "sharded": False}
     model = prepared(name, **settings)
     arguments = inputs(name, dtype)
-    known = [*model.parameters(), *model.buffers(), *tree_leaves(arguments)]
-    alive = Alive([x for x in known if isinstance(x, torch.Tensor)])
+    before = [*model.parameters(), *model.buffers(), *tree_leaves(arguments)]
+    alive = Alive([x for x in before if isinstance(x, torch.Tensor)])
     with alive:
         prediction = predicted_of(model, arguments)
         waiting = alive.bytes

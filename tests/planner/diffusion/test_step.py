@@ -109,7 +109,7 @@ def test_adapters_need_no_gradients_of_the_weights():
     assert in_ddp == pytest.approx(frozen + 14 * trained, rel=0.01)
     assert frozen / 8 < adapters.memory[causes[0]] < frozen / 4
     all_in_ddp = predict_clip(WAN_14B, SMALL, run_of(strategy="ddp"), H100)
-    assert all_in_ddp.memory[causes[0]] > 14 * 14.29e9
+    assert all_in_ddp.memory[causes[0]] >= 14 * 14_288_491_584
 
 
 def test_a_time_for_each_token_takes_memory():
@@ -156,7 +156,9 @@ def test_ranking_begins_with_the_fastest_that_fits():
     times = [candidate.prediction.time for candidate in ranking.candidates]
     assert times == sorted(times)
     assert ranking.over_memory  # the whole clip on one GPU
-    assert all(candidate.prediction.bytes <= 1e9 * H100.memory_gb for candidate in ranking.candidates)
+    assert all(
+        candidate.prediction.bytes <= 1e9 * H100.memory_gb for candidate in ranking.candidates
+    )
     assert ranking.candidates[0].run.context == 2
 
     uneven = rank_clip(WAN_14B, LARGE, run_of(batch=4), H100, choices)

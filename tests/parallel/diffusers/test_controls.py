@@ -33,7 +33,7 @@ class SumOfReplicas(torch.autograd.Function):
 
 
 def replicas_summed(monkeypatch, rank):
-    """What enters the first block is summed over the ranks in the backward."""
+    """The tokens that enter the first block are summed over the ranks in the backward."""
     original = split.TokenSplit._cut
 
     def cut(self, name, x, tokens):

@@ -1,4 +1,4 @@
-"""What cannot be right is refused before a step, by the layer and the reason."""
+"""Refusals before a step, by the layer and the reason, of all that cannot be right."""
 
 import pytest
 import torch

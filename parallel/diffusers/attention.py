@@ -67,7 +67,7 @@ class ReplacingMode(TorchFunctionMode):
 
     def takes(self, mask: Tensor | None) -> bool:
         """Return True if the mask only marks padded text, which the split knows."""
-        return mask is None or self._family.masks_text
+        return mask is None or (isinstance(self._split, TokenSplit) and self._split.has_mask)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None

@@ -96,14 +96,6 @@ class Family:
             return True
         return any("encoder_hidden_states" in arguments for arguments in self.blocks.values())
 
-    @property
-    def masks_text(self) -> bool:
-        """True if the text may have padding."""
-        for arguments in self.blocks.values():
-            if any(isinstance(argument, TextMask) for argument in arguments.values()):
-                return True
-        return False
-
 
 CONTROLNET = "a ControlNet's residuals are added between blocks; run the model without it"
 WAN_BLOCK: dict[str, Argument] = {

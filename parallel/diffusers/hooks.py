@@ -23,6 +23,7 @@ from runtime.errors import UserError
 
 SPLIT = "_longmesh_split"
 """Attribute of a tensor given to a block: the split of its forward."""
+COMPILED = "is compiled, which was not tried with shared clips; leave torch.compile out"
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute by which diffusers' models call gradient checkpointing."""
 
@@ -65,7 +66,13 @@ class Hooks:
         """Arguments of each block that are cut."""
         for name, arguments in family.blocks.items():
             for block in getattr(model, name):
-                self._arguments[unwrapped(block)] = arguments
+                block = unwrapped(block)
+                if "hidden_states" not in inspect.signature(block.forward).parameters:
+                    raise UserError(
+                        f"{self._names[block]} is a {type(block).__name__}, which hides the "
+                        "arguments of the block in it; call shard before blocks are wrapped"
+                    )
+                self._arguments[block] = arguments
         self._modes_of: dict[nn.Module, type[ReplacingMode]] = {}
         """The kind of each attention that spans the ranks."""
         self._handles: list[Any] = []
@@ -81,7 +88,19 @@ class Hooks:
             self._install_modes(block, self._family.pooling, PoolingMode)
             if self._family.packing is not None:
                 self._install_modes(block, (self._family.packing.cross,), CrossMode)
-        self._after(getattr(self._model, self._family.last), self._gather)
+        self._last: nn.Module | None = None
+        self._last_handle: Any = None
+        self._hook_last()
+
+    def _hook_last(self) -> None:
+        """Gather the output of the last projection, also if an adapter has wrapped it since."""
+        last = getattr(self._model, self._family.last)
+        if last is not self._last:
+            if self._last_handle is not None:
+                self._last_handle.remove()
+            self._after(last, self._gather)
+            self._last_handle = self._handles[-1]
+            self._last = last
 
     def _install_modes(
         self, block: nn.Module, names: tuple[str, ...], mode: type[ReplacingMode]
@@ -129,6 +148,7 @@ class Hooks:
         arguments = bound.arguments
         self._check_forward(arguments)
         check_same(arguments, self._group)
+        self._hook_last()
         self._running = True
         self._split = self.clip_split
         self._blocks.clear()
@@ -141,16 +161,18 @@ class Hooks:
             for name, tokens in self._family.inputs.items():
                 if name in arguments:
                     arguments[name] = self._split.cut_argument(name, arguments[name], tokens)
-        return bound.args, bound.kwargs
+        return _as_passed(bound, args)
 
     def _check_forward(self, arguments: Mapping[str, Any]) -> None:
         """Raise UserError for arguments, or layers that training has made different since."""
         for name, reason in self._family.refused.items():
             if arguments.get(name) is not None:
                 raise UserError(f"{name} is given: {reason}")
-        if not self._model.training:
-            return
         for name, module in self._model.named_modules():
+            if is_compiled(module):
+                raise UserError(f"{name or 'the model'} {COMPILED}")
+            if not module.training:
+                continue
             rate = module.p if isinstance(module, nn.Dropout) else 0.0
             rate = getattr(module, "dropout_prob", rate)  # of diffusers' LabelEmbedding
             if rate:
@@ -179,7 +201,7 @@ class Hooks:
         split = self._split_of_block(block, bound.arguments)
         self._cut(block, bound.arguments, split)
         self._blocks.append((block, split))
-        return bound.args, bound.kwargs
+        return _as_passed(bound, args)
 
     def _split_of_block(
         self, block: nn.Module, arguments: Mapping[str, Any]
@@ -194,7 +216,8 @@ class Hooks:
         if not self._running:
             raise UserError(
                 f"{self._names[block]} is computed again for the backward, but its input is a "
-                "copy; checkpoint blocks with use_reentrant=False"
+                "copy; checkpoint blocks with use_reentrant=False, and without offloading their "
+                "inputs"
             )
         if self._split is None:
             self._split = self._first_split(block, arguments)
@@ -260,8 +283,11 @@ class Hooks:
             mode.check_called()
 
     def _end_block(self, block: nn.Module, output: Any) -> None:
-        if self._blocks and self._blocks[-1][0] is block:
-            self._blocks.pop()
+        if not self._blocks or self._blocks[-1][0] is not block:
+            return  # an error came before the block
+        _, split = self._blocks.pop()
+        if not self._running and isinstance(split, TokenSplit):
+            split.forget_cuts()  # a block that was computed again; they would keep its input
 
     def _gather(self, projection: nn.Module, output: Tensor | None) -> Tensor | None:
         """Return the output of all ranks' image tokens."""
@@ -278,6 +304,29 @@ class Hooks:
         if self._checkpoint is not None:
             setattr(model, CHECKPOINT, self._checkpoint)
             self._checkpoint = None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile has compiled a module, in place or by wrapping it."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or type(module).__name__ == "OptimizedModule"
+
+
+def _as_passed(bound: inspect.BoundArguments, args: tuple[Any, ...]) -> Any:
+    """Return arguments by position as far as the caller's were, and the others by keyword.
+
+    Decorators of diffusers look for some arguments among the keywords only.
+    """
+    positional = bound.args[: len(args)]
+    keywords: dict[str, Any] = {}
+    parameters = bound.signature.parameters
+    for number, (name, value) in enumerate(bound.arguments.items()):
+        kind = parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            keywords.update(value)
+        elif number >= len(args) and kind is not inspect.Parameter.VAR_POSITIONAL:
+            keywords[name] = value
+    return positional, keywords
 
 
 def unwrapped(block: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ def check_same(arguments: Any, group: dist.ProcessGroup | None) -> None:
         return
     tensors = {keystr(path): x for path, x in tree_flatten_with_path(arguments)[0] if _is_data(x)}
     checksums = {name: _checksum(x) for name, x in tensors.items()}
-    device = next(iter(tensors.values())).device
+    device = _device(group)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for checksum in checksums.values():
         total = total + checksum.to(device)
@@ -66,7 +66,11 @@ def _checksum(x: Tensor) -> Tensor:
 
 
 def send_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Return the group's rank 0's tensors on every rank, in any nesting. Collective."""
+    """Return the group's rank 0's tensors on every rank, in any nesting. Collective.
+
+    The other ranks may pass anything. Tensors arrive on the kind of device that they have on rank
+    0.
+    """
     if group is None:
         return value
     leaves, structure = tree_flatten(value)
@@ -74,38 +78,39 @@ def send_first(value: Any, group: dist.ProcessGroup | None) -> Any:
     is_first = dist.get_rank(group) == 0
     if is_first:
         described = [(structure, [_describe(x) for x in leaves])]
-    dist.broadcast_object_list(described, group=group, group_src=0, device=_device(leaves))
+    dist.broadcast_object_list(described, group=group, group_src=0)
     structure, descriptions = described[0]
 
+    device = _device(group)
     sent = []
     for index, description in enumerate(descriptions):
         if not isinstance(description, _Shape):
             sent.append(description)
             continue
-        local = leaves[index] if is_first else None
-        if not isinstance(local, Tensor):
-            local = torch.empty(description.shape, dtype=description.dtype, device=_device(leaves))
-        tensor = local.contiguous()
+        if is_first:
+            tensor = leaves[index].detach().to(device).contiguous()
+        else:
+            tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
         dist.broadcast(tensor, group=group, group_src=0)
-        sent.append(tensor)
+        sent.append(tensor.to(description.device_type))
     return tree_unflatten(sent, structure)
 
 
 class _Shape:
-    """Shape and dtype, which another rank needs to receive a tensor."""
+    """Shape, dtype and kind of device, which another rank needs to receive a tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape = x.shape
         self.dtype = x.dtype
+        self.device_type = x.device.type
 
 
 def _describe(x: Any) -> Any:
     return _Shape(x) if isinstance(x, Tensor) else x
 
 
-def _device(leaves: list[Any]) -> torch.device:
-    """Return the device of the first tensor."""
-    for x in leaves:
-        if isinstance(x, Tensor):
-            return x.device
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device that the group's backend sends from."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

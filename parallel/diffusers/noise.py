@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
+
 
 def sample_generator(seed: int, sample: int, purpose: str) -> torch.Generator:
     """Return a generator on the CPU for one sample's draws of one kind."""
@@ -24,7 +26,14 @@ def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor
         samples: B numbers, one for each sample and use of it, such as the count of samples so far.
 
     Drawn in float32 on the CPU.
+
+    Raises UserError: another number of samples than latents.
     """
+    if len(samples) != len(latents):
+        raise UserError(
+            f"noise_like has {len(latents)} latents and {len(samples)} samples; give each of the "
+            "latents a number"
+        )
     noise = []
     for sample in samples:
         generator = sample_generator(seed, sample, "noise")
@@ -77,6 +86,8 @@ def _diffuse(latents: Tensor, noise: Tensor, alpha_cumprod: Tensor) -> Tensor:
 def _broadcast(x: Tensor, latents: Tensor) -> Tensor:
     """Return x ``[B]`` as ``[B, 1, ...]`` in the latents' dtype and on their device."""
     x = x.to(latents.device, latents.dtype)
+    if x.ndim == 1 and len(x) != len(latents):
+        raise UserError(f"{len(x)} times were given for {len(latents)} latents; give one for each")
     if x.ndim == 1:
         x = x.view(-1, *[1] * (latents.ndim - 1))
     return x

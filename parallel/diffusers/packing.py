@@ -98,13 +98,13 @@ class PackedForward:
         Raises UserError: too few tokens for every rank to get some.
         """
         token_lens = []
-        for clip in clips:
-            self._hooks.active = False
-            try:
+        self._hooks.active = False
+        try:
+            for clip in clips:
                 with torch.no_grad():
                     token_lens.append(self._reach_blocks(clip)["hidden_states"].shape[1])
-            finally:
-                self._hooks.active = True
+        finally:
+            self._hooks.active = True
 
         cu_seqlens = tuple(accumulate(token_lens, initial=0))
         context = self._context_over(cu_seqlens[-1])

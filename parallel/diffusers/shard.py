@@ -22,7 +22,7 @@ from parallel.context import ContextParallel, context_parallel
 from parallel.context.methods import METHODS, method_of
 from parallel.diffusers.check import Objective, compare
 from parallel.diffusers.families import FAMILIES, Family
-from parallel.diffusers.hooks import Hooks
+from parallel.diffusers.hooks import COMPILED, Hooks, is_compiled, unwrapped
 from parallel.diffusers.inputs import send_first
 from parallel.diffusers.noise import noise_like
 from parallel.diffusers.packing import PackedForward
@@ -98,6 +98,8 @@ class Sharded:
 
         Raises UserError: a model without modulation for each token; a clip that cannot be packed.
         """
+        if not self._hooks.active:
+            raise UserError("packed is called within paused(), where no rank shares clips")
         forward = PackedForward(self.model, self._family, self._hooks, self._packed_over)
         return forward(model or self.model, clips)
 
@@ -201,9 +203,13 @@ def shard(
 
 def _transformer(model: nn.Module, family: Family | None) -> tuple[nn.Module, Family]:
     """Return the transformer in a model's wrapping, and its family."""
-    if family is not None:
-        return model, family
     for module in model.modules():
+        if is_compiled(module):
+            raise UserError(f"{type(model).__name__} {COMPILED}")
+        if family is not None:
+            if {*family.blocks, family.last} <= module._modules.keys():
+                return module, family
+            continue
         for base in type(module).__mro__:
             if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
                 return module, FAMILIES[base.__name__]
@@ -234,14 +240,11 @@ def _check_settings(model: nn.Module, family: Family, context: ContextParallel) 
                 f"{layer or name} has hooks of diffusers (offloading, casting or caches), which "
                 "were not tried with shared clips; make the model without them"
             )
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise UserError(
-                f"{layer or name} is compiled, which was not tried with shared clips; leave "
-                "compile() out"
-            )
+        if is_compiled(module):
+            raise UserError(f"{layer or name} {COMPILED}")
     for blocks in family.blocks:
         for block in getattr(model, blocks):
             for attribute in family.attention:
-                heads = getattr(getattr(block, attribute, None), "heads", None)
+                heads = getattr(getattr(unwrapped(block), attribute, None), "heads", None)
                 if heads is not None:
                     context.plan.geometry.check_heads(heads, heads)

@@ -38,8 +38,9 @@ class GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return all ranks' tokens in the order of the ranks."""
         ctx.group = group
+        x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, x.contiguous(), group=group)
+        dist.all_gather(shards, x, group=group)
         return torch.cat(shards, 1)
 
     @staticmethod
@@ -89,6 +90,10 @@ class SumOverRanks(torch.autograd.Function):
         return total, None
 
 
+class LocalCount(int):
+    """A number of tokens that is this rank's already."""
+
+
 class TokenSplit:
     """The tokens of one forward: which are this rank's, and how samples with less text end."""
 
@@ -107,6 +112,8 @@ class TokenSplit:
             "text": text_len,
             "joint": image_len + text_len,
         }
+        self.has_mask = False
+        """True if a mask of the text's padding was read."""
         self.text_lengths: tuple[int, ...] | None = None
         """Number of text tokens of each sample without its padding; None if no text is padded."""
 
@@ -155,7 +162,9 @@ class TokenSplit:
         if isinstance(argument, TextMask):
             return self._local_mask(value) if argument.ones else None
         if isinstance(argument, FirstImageTokens):
-            return int((self._index["image"] < value).sum())
+            if isinstance(value, LocalCount):
+                return value
+            return LocalCount((self._index["image"] < value).sum())
         if isinstance(argument, tuple):
             pairs = zip(value, argument, strict=True)
             return tuple(self.cut_argument(name, part, tokens) for part, tokens in pairs)
@@ -211,6 +220,7 @@ class TokenSplit:
             raise UserError(
                 f"{name} has padding before text tokens; put the padding at the end of each row"
             )
+        self.has_mask = True
         padded = bool((lengths < text.shape[1]).any())
         self.text_lengths = tuple(lengths.tolist()) if padded else None
 
@@ -280,7 +290,7 @@ class TokenSplit:
             sample: the number of the sample if q, k and v are one sample's; None for all samples.
         """
         with_text = q.shape[1] > self.local_len("image")
-        key = (text_first, with_text)
+        key = ("order", text_first, with_text)
         order = self._on_device(key, q.device, lambda: self._order(text_first, with_text))
         padding = len(self.context.positions) - len(order)
 
@@ -328,8 +338,9 @@ class TokenSplit:
 
         outputs = torch.zeros_like(q)
         for text_len, samples in samples_of.items():
-            index = self._on_device(tuple(samples), q.device, partial(torch.tensor, samples))
-            selected_q, selected_k, selected_v = q[index], k[index], v[index]
+            key = ("samples", *samples)
+            index = self._on_device(key, q.device, partial(torch.tensor, samples))
+            selected_q, selected_k, selected_v = (x.index_select(0, index) for x in (q, k, v))
             out = self._attend(selected_q, selected_k, selected_v, text_len, scale)
             outputs = outputs.index_copy(0, index, out)
         return outputs

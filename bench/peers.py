@@ -212,9 +212,9 @@ def main(argv: list[str] | None = None) -> None:
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     print(f"{machine['device']}, torch {machine['torch']}; {packages}")
     for name in MODULES.keys() - versions.keys():
-        print(f"not measured: {name} is not installed; make peers installs it")
+        print(f"{name} is not measured because it is not installed; run `make peers` to install it")
     if not versions:
-        raise UserError("no other package is installed; make peers installs them")
+        raise UserError("no other package is installed; run `make peers`, which installs them")
     if args.only != "training":
         for length in args.lengths:
             result.setdefault("attention", []).append(

@@ -102,7 +102,7 @@ def scan(
     decayed_k = _chunked(k, chunks, dtype) * (_power(rates, write_exponents) * filled)
     values = _chunked(v, chunks, dtype)  # [B, N, H, C, E]
     added = decayed_k.transpose(-1, -2) @ values  # [B, N, H, D, E]
-    del decayed_k  # to free as much memory as all keys take in float32
+    del decayed_k  # as large as all keys in float32
     chunk_decay = _power(rates, lengths)  # [N, H, 1, 1]
     entering, final = _carry(added, chunk_decay, state, chunks.starts_document, reverse)
     if q is None:

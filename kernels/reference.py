@@ -1,8 +1,8 @@
 """Naive softmax attention, linear attention and delta rule: references for every fast path.
 
-All scores exist at once, or tokens are read one by one: this is slow, but the code is short enough
-to be checked against the papers by eye. Tests compare the outputs and every gradient of a fast path
-with these.
+Softmax attention materialises the whole score matrix, and the recurrences go token by token. This
+is slow, but short enough to check against the papers by eye. Tests compare the outputs and every
+gradient of a fast path with these functions.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), G = H / K
 query heads per key/value head, D head width. Linear attention has one key head per query head, keys

@@ -28,14 +28,15 @@ from train.config.flags import ConfigError
 
 C = TypeVar("C", bound=CommonConfig)
 PREDICTED_ERROR = 0.10
-"""Standard deviation of log(predicted seconds per iteration); decides the weight of predictions.
+"""Standard deviation of the error of log(predicted seconds per iteration); the smaller it is, the
+more predictions weigh against profiles.
 
-Measured within a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on 2026-11-23.
+Measured on 2026-11-23 over the candidates of each setting in
+``bench/results/choices-amd-epyc-2-cores.md``.
 """
 PROFILED_ERROR = 0.036
-"""Standard deviation of log(seconds per iteration) if a few iterations are profiled; decides the
-weight of profiles.
-"""
+"""Standard deviation of the error of log(seconds per iteration) if a few iterations are profiled;
+the smaller it is, the more profiles weigh against predictions."""
 
 
 def fastest_method(

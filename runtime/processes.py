@@ -1,4 +1,7 @@
-"""Join and leave the process group: equal versions, one gloo thread, a clean shutdown."""
+"""Join and leave the process group.
+
+All ranks must run equal versions, gloo gets one thread, and the group is shut down cleanly.
+"""
 
 import os
 import socket
@@ -107,10 +110,11 @@ def use_one_worker() -> None:
 
     torch gives a group two threads (in 2.13; no release is known to fix it). Both write the name
     of the collective that they completed to one string of the group, without a lock
-    (``ProcessGroupGloo::runLoop``). Names of 16 characters or more are on the heap, so two threads
-    that free one corrupt it; DTensor's ALLGATHER_COALESCED is such a name.
-    ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them. A
-    subclass would be lost: torch returns a group's backend as the class that C++ knows.
+    (``ProcessGroupGloo::runLoop``). Names of 16 characters or more are allocated on the heap, which
+    is corrupted when two threads free the same name; DTensor's ALLGATHER_COALESCED is so long.
+    ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them.
+    Subclassing the backend would not help, because torch hands a group's backend back as its C++
+    class.
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     torch_init = gloo.__init__

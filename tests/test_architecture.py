@@ -55,7 +55,7 @@ FOLDERS = {
     "tools/ruler/prompts": ("RULER's prompts as tokens", "data tools/ruler/tasks"),
     "tools/ruler/tasks": ("RULER's tasks", "runtime tools/ruler/texts"),
     "tools/ruler/texts": ("RULER's texts and draws", "runtime"),
-    "bench": ("benchmarks", f"{PROGRAMS} tools tools/calibrate"),
+    "bench": ("benchmarks", f"{PROGRAMS} parallel/diffusers tools tools/calibrate"),
     "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench"),
     "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),

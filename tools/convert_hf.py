@@ -261,9 +261,9 @@ def _write_chat(
     extra: dict[str, Any],
     settings: dict[str, Any],
 ) -> str:
-    """Write the chat template and the turn-end tokens; return a text on what was written.
+    """Write the chat template and the turn-end tokens; return a description of what was written.
 
-    The tokenizer of training is written too, if the model came with another one or with none.
+    Also writes the tokenizer used in training, unless the model already has it.
     """
     tokenizer = Path(str(config.data.tokenizer_model))
     text = ""

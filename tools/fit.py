@@ -21,6 +21,7 @@ from runtime.progress import counted
 from train.config import diffusion, language
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError
+from train.config.suggest import belongs_to
 from train.run import run_entry
 from train.tasks.registry import ENTRIES
 
@@ -36,7 +37,7 @@ def parsed(arguments: Sequence[str]) -> CommonConfig:
     try:
         return language.parse_args(arguments)
     except ConfigError as error:
-        if "that is for pretrain_dit.py" not in str(error):
+        if belongs_to("pretrain_dit.py") not in str(error):
             raise
     return diffusion.parse_args(arguments)
 

@@ -32,7 +32,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer

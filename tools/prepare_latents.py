@@ -22,7 +22,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.latents.folder import LatentFolder

@@ -146,7 +146,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     """Return the classes to draw.
 
-    Raises ConfigError if the model lacks a requested class, or if one is named twice.
+    Raises ConfigError if the model lacks a requested class, or if a class is given twice.
     """
     if args.classes is None:
         return list(range(min(num_classes, DEFAULT_CLASSES)))
@@ -154,12 +154,12 @@ def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     for index, label in enumerate(args.classes):
         if label in args.classes[:index]:
             raise ConfigError(
-                f"classes names {label} twice, and both pictures would be the same file; "
-                "name each class once"
+                f"--classes has {label} twice, and both pictures would go to the same file; "
+                "give each class once"
             )
         if not 0 <= label < num_classes:
             raise ConfigError(
-                f"classes names {label}; it must be one of the model's classes, 0 to "
+                f"--classes has {label}; it must be one of the model's classes, 0 to "
                 f"{num_classes - 1}"
             )
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from keyword import iskeyword
 from pathlib import Path
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime import __version__

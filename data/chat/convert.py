@@ -24,9 +24,9 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 UNREAD = "unread: "
-"""Key prefix of counters of ignored or changed content, such as a field that nothing reads."""
+"""Prefix of the keys that count ignored or changed content, such as a field that nothing reads."""
 END = "end: "
-"""Key prefix of counters of the tokens that end turns; a token id follows it."""
+"""Prefix of the keys that count turn-end tokens; the token's id follows."""
 TURNS = "turns"
 """Key of the counter of learned turns (turns that carry loss)."""
 Piece = tuple[np.ndarray, np.ndarray]

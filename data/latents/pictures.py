@@ -145,16 +145,17 @@ def _one_deep_channel(image: "Image") -> np.ndarray:
     if image.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
             raise ValueError(
-                f"its values are floats from {values.min():g} to {values.max():g}, but white is "
-                "not known for floats outside 0 to 1; convert it to 8 or 16 bits"
+                f"its values are floats from {values.min():g} to {values.max():g}, but "
+                "the value of white is unknown for floats outside 0 to 1; convert it to 8 or 16 "
+                "bits"
             )
         shares = values
     elif image.format in _DEEP_FORMATS and not (image.format == "TIFF" and image.mode == "I"):
         shares = values / ((1 << _bits(image)) - 1)
     else:
         raise ValueError(
-            f"it holds integers of mode {image.mode}, for which white is not known; "
-            "convert it to 8 or 16 bits"
+            f"its pixels are integers of mode {image.mode}, and the value of white is unknown for "
+            "these; convert it to 8 or 16 bits"
         )
 
     tags = getattr(image, "tag_v2", {})

@@ -1,9 +1,10 @@
 """Find the tokens at which documents begin inside a sample. A sample has S tokens.
 
-Megatron's own flags look only for end-of-document tokens, and its preprocess_data.py writes these
-only with --append-eod. The `.idx` has the bounds of every document, however it ends. A document of
-the `.idx` may also contain several texts, each with its end token, which count as documents too. So
-a document begins at a bound of the `.idx` and after every end token.
+In Megatron's own code for --reset-position-ids and --reset-attention-mask, a document ends only at
+an end-of-document token, but its preprocess_data.py writes these tokens only with --append-eod. The
+`.idx` has the bounds of every document, however it ends. A document of the `.idx` may also contain
+several texts, each with its end token; these count as documents too. So here a document begins at
+a bound of the `.idx` and after every end token.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -133,7 +133,7 @@ def prepare(
             except (KeyboardInterrupt, SystemExit, StoppedError):
                 print("nothing was written; the same command starts over", file=sys.stderr)
                 raise
-    except OSError as error:  # errors of writing have become DataErrors here
+    except OSError as error:  # only read errors get here; write errors are DataErrors by now
         raise DataError(
             f"cannot read {error.filename or prefix} ({error.strerror}); check its permissions"
         ) from error

@@ -91,7 +91,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(encoding.ids[: positions[0]]), tuple(encoding.ids[positions[-1] + 1 :])
 
     def _guard(self, control: frozenset[str]) -> None:
-        """Let no text of a document become a control token, whatever flag the token's entry has."""
+        """Keep document text from being encoded as control tokens.
+
+        This includes control tokens that the tokenizer's file does not flag as special.
+        """
         added_tokens = self._backend.get_added_tokens_decoder()
         control |= {token.content for number, token in added_tokens.items() if number == self.eod}
         control_tokens = [token for token in added_tokens.values() if token.content in control]

@@ -29,7 +29,8 @@ from data.tokenizer import END_OF_TEXT, load_tokenizer
 from runtime.errors import DataError
 
 MARKS = ("again", "done")
-"""Words that end an attempt: its return is below the chain's best one, or reaches it."""
+"""Marks that end an attempt: "again" if its return is below the chain's best, "done" if it
+reaches it."""
 _FIRST = 1 + len(MARKS)
 STEPS = {"observation": slice(-1), "action": slice(1, None), "reward": slice(1, None)}
 """Fields of an episode, each with the slice of an .npz's array that holds its steps: no action

@@ -1,4 +1,4 @@
-"""What each class of diffusers' transformers does with its tokens, as data.
+"""Families of diffusers' transformers: the token streams and arguments of each class, as data.
 
 A model embeds an image or a clip as *image tokens*. Text either comes in by cross-attention, which
 every rank computes for its own queries with the whole text, or as *text tokens* that attend jointly
@@ -42,7 +42,7 @@ class FirstImageTokens:
 
 
 Argument: TypeAlias = Tokens | TextMask | FirstImageTokens | tuple[Tokens, ...]
-"""What an argument holds; a tuple of Tokens describes an argument that is a tuple."""
+"""Content of an argument; a tuple of Tokens describes an argument that is a tuple."""
 
 IMAGE = Tokens("image")
 TEXT = Tokens("text")
@@ -70,7 +70,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Family:
-    """Where a class cuts, attends and joins."""
+    """Names of the blocks, arguments and modules at which a class is cut, attends and is joined."""
 
     blocks: Mapping[str, Mapping[str, Argument]]
     """Lists of blocks by their attribute, and the arguments of their forward that are cut."""
@@ -87,7 +87,7 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the model that are refused, with the reasons."""
     packing: Packing | None = None
-    """How clips are packed; None if the blocks have one modulation for all tokens."""
+    """Names for packed clips; None if the blocks have one modulation for all tokens."""
 
     @property
     def joint(self) -> bool:

@@ -76,7 +76,7 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     else:
         buffers += 2 * num_teammates * sizes.gradient(stationary)
 
-    # Several payloads are gathered before they are used.
+    # With several holders or teammates, their gathered payloads are in memory too.
     if num_holders > 1:
         buffers += num_holders * sizes.payload(moves)
     if num_teammates > 1:

@@ -113,7 +113,11 @@ class DeltaShape(NamedTuple):
 
 
 def wide_share(plan: Plan) -> float:
-    """Return the largest share of a rank's tokens that are computed before their state arrives."""
+    """Return the share of a rank's tokens that are computed before their state arrives.
+
+    This is the share on the rank on which it is largest. Such tokens need additional matmuls and
+    keep Q, so they are called wide.
+    """
     most_tokens = max(_num_tokens(parts(plan, rank).eager) for rank in range(plan.size))
     return most_tokens / plan.local_len
 

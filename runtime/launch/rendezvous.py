@@ -116,7 +116,8 @@ def agree_on_prefix(
         if time.monotonic() > deadline:
             ranks = ", ".join(str(other) for other in sorted(missing)[:8])
             raise AbsentError(
-                f"rank {ranks} never joined rank 0; check that {world_size} processes were started"
+                f"ranks that never joined rank 0 (up to 8 are listed): {ranks}; check that "
+                f"{world_size} processes were started"
             )
         time.sleep(0.01)
 

@@ -128,12 +128,12 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
         (
             ["--classes", "10"],
             ConfigError,
-            "classes names 10; it must be one of the model's classes, 0 to 9",
+            "--classes has 10; it must be one of the model's classes, 0 to 9",
         ),
         (
             ["--classes", "3", "1", "3"],
             ConfigError,
-            "classes names 3 twice",
+            "--classes has 3 twice",
         ),
         (
             ["--method", "ddim"],

@@ -221,11 +221,12 @@ def _load_text_config(folder: Path, toml: Path) -> "Config":
     """
     from train.config.flags import ConfigError
     from train.config.language import load_config
+    from train.config.suggest import belongs_to
 
     try:
         config = load_config(toml)
     except ConfigError as error:
-        if "that is for pretrain_dit.py" not in str(error):
+        if belongs_to("pretrain_dit.py") not in str(error):
             raise
         raise ConfigError(
             f"{folder} is a run of a diffusion transformer, which does not generate text; "

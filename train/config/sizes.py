@@ -238,7 +238,10 @@ def _validate_delta_rule(config: Config) -> None:
 
 
 def _validate_linear_method(config: Config) -> None:
-    """Check that a method passes the states of linear attention, or gathers whole sequences."""
+    """Check that the context-parallel method supports linear attention.
+
+    It must hand states from rank to rank, or give ranks whole sequences.
+    """
     family = config.model.model_type
     context = config.context
     method = context.context_parallel_method

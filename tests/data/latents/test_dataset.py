@@ -204,7 +204,7 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
             np.zeros((4, *SHAPE)),
             r" holds float64 \[4, 2, 4, 4\], but the index says float32",
         ),
-        (LABELS, np.zeros(4), r" holds labels float64 \[4\]; they must be integers \[4\]"),
+        (LABELS, np.zeros(4), r" holds labels float64 \[4\]; they must be integers of shape \[4\]"),
         (LABELS, np.zeros(3, int), r" holds labels int64 \[3\]"),
         (
             LABELS,
@@ -214,7 +214,7 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
         (
             LABELS,
             np.array([3, -1, 0, 0]),
-            ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0",
+            ": row 1 has label -1, but .* allows 0 to 2; number the classes from 0",
         ),
         (
             LABELS,
@@ -269,7 +269,7 @@ def test_no_folder_at_all(tmp_path):
         built(tmp_path / "none")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "notes").touch()
-    with pytest.raises(DataError, match=r"new holds no index\.json"):
+    with pytest.raises(DataError, match=r"new has no index\.json"):
         built(tmp_path / "new")
     with pytest.raises(DataError, match="data_path is empty"):
         LatentDataConfig(data_path=())

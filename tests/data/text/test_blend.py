@@ -92,12 +92,12 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
     both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
     config = parse_args(["--config", str(names), "--mock-data"])
     assert config.data == DataConfig(mock_data=True, split="9,1,0")
-    note = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
+    note = f"note: --mock-data replaces data_path, tokenizer_model, sft of {names}\n"
     assert capsys.readouterr().err == note
     assert parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(
         data_path=("b",)
     )
-    assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
+    assert capsys.readouterr().err == f"note: --data-path replaces mock_data of {drawn}\n"
     assert parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
     assert capsys.readouterr().err == ""
     for refused in (

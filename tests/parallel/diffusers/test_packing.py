@@ -17,14 +17,14 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.diffusers.cases import (
     CASES,
-    HEADS,
     errors,
     gradients,
     inputs_of,
     loss_of_predictions,
     model_of,
-    wan_clip,
 )
+from tests.parallel.diffusers.draws import HEADS
+from tests.parallel.diffusers.video_models import wan_clip
 
 pytest.importorskip("diffusers", reason="shards the models of diffusers")
 

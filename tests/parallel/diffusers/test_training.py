@@ -25,8 +25,8 @@ from tests.parallel.diffusers.cases import (
     inputs_of,
     loss_of,
     model_of,
-    wan_clip,
 )
+from tests.parallel.diffusers.video_models import wan_clip
 
 pytest.importorskip("diffusers", reason="shards the models of diffusers")
 

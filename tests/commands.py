@@ -42,7 +42,9 @@ NOT_RUN = {
     r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": (
         "placeholder: a name of yours stands in it"
     ),
-    r"^make venv|^git clone|^pip install": "network: it downloads what every other command here already has",
+    r"^make venv|^git clone|^pip install": (
+        "network: it downloads what every other command here already has"
+    ),
     r"--vae": "network: weights of a VAE",
     r"^make (?:gpu-|nccl-)": "GPU",
     r"^sbatch|^squeue|^scontrol|SLURM_CONF|tests\.slurm\.cluster": (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from parallel.diffusers import FAMILIES, flow_matching, noise_like
 from runtime.ranks import run_ranks
 from tests.clips import flags, write_models, write_video
-from tests.parallel.diffusers.cases import WAN
+from tests.parallel.diffusers.video_models import WAN
 from tests.starts import ROOT, ended
 from tools.prepare_clips import main as prepare_clips
 

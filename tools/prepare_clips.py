@@ -92,8 +92,9 @@ def _prepare(args: argparse.Namespace) -> None:
     import torch
 
     from data.clips.encoders import Encoders, check_sizes, text_encoder_folder, vae_folder
-    from data.clips.folder import write_clips
+    from data.clips.folder import check_unwritten, write_clips
 
+    check_unwritten(args.output)
     vae = vae_folder(args.vae)
     text_encoder = text_encoder_folder(args.text_encoder)
     check_sizes(vae, frames=args.frames, height=args.height, width=args.width)

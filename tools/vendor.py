@@ -34,6 +34,10 @@ TEMPLATES = ROOT / "tools/templates"
 TESTS = (
     "parallel/context/test_over.py",
     "parallel/diffusers/cases.py",
+    "parallel/diffusers/draws.py",
+    "parallel/diffusers/image_models.py",
+    "parallel/diffusers/video_models.py",
+    "parallel/diffusers/test_packing.py",
     "parallel/diffusers/test_refusals.py",
     "parallel/diffusers/test_shard.py",
     "parallel/diffusers/test_training.py",

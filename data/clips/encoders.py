@@ -133,7 +133,7 @@ class Encoders:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 tokenizer, local_files_only=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"tokenizer {tokenizer} cannot be loaded ({reason})") from error
         # Captions are cleaned, cut and padded by the pipeline's own code, as for sampling.

@@ -37,6 +37,12 @@ class Clip:
     text: Tensor
 
 
+def check_unwritten(folder: Path) -> None:
+    """Raise DataError if a folder has an index."""
+    if (folder / INDEX).exists():
+        raise DataError(f"{folder} already holds data; give another one, or remove this one")
+
+
 def write_clips(
     folder: Path,
     clips: Iterable[Clip],
@@ -59,8 +65,7 @@ def write_clips(
     with ExitStack() as stack:
         with writable(folder):
             stack.enter_context(owned(folder))
-        if (folder / INDEX).exists():
-            raise DataError(f"{folder} holds data already; name another folder, or remove it")
+        check_unwritten(folder)
         drafts_of = stack.enter_context(drafting())
         shapes: dict[str, list[int]] = {}
         for number, clip in enumerate(clips):

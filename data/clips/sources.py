@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.errors import DataError, first_few
-from runtime.progress import counted
 
 VIDEOS = (".mp4", ".mov", ".webm", ".avi", ".mkv")
 METADATA = "metadata.jsonl"
@@ -27,7 +26,7 @@ class Source:
 
 
 def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
-    """Return a folder's videos in the order of their names, and the names of files not read.
+    """Return a folder's videos in order, and the names of files that are not read.
 
     Videos in folders below count too; hidden files do not.
 
@@ -52,7 +51,9 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
     captions: dict[str, str] = {}
     if METADATA in others:
         captions = _read_metadata(others.pop(METADATA))
-        _refuse(folder, sorted(captions.keys() - videos.keys()), f"in {METADATA} are no videos")
+        _refuse(
+            folder, sorted(captions.keys() - videos.keys()), f"no videos for rows of {METADATA}"
+        )
     for name in videos:
         text_name = Path(name).with_suffix(".txt").as_posix()
         if text_name not in others:
@@ -63,8 +64,8 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
             )
         captions[name] = _read_caption(others[text_name])
 
-    _refuse(folder, [name for name in videos if name not in captions], "have no caption")
-    _refuse(folder, [name for name in videos if not captions[name]], "have an empty caption")
+    _refuse(folder, [name for name in videos if name not in captions], "videos without a caption")
+    _refuse(folder, [name for name in videos if not captions[name]], "videos with an empty caption")
     read = {Path(name).with_suffix(".txt").as_posix() for name in videos}
     sources = [Source(path, name, captions[name]) for name, path in videos.items()]
     return sources, [name for name in others if name not in read]
@@ -76,9 +77,9 @@ def _refuse(folder: Path, names: list[str], problem: str) -> None:
         return
     example = Path(names[0]).with_suffix(".txt")
     raise DataError(
-        f"{counted(len(names), 'file')} of {folder} {problem}: {first_few(names)}; write the "
-        f"caption of each video into a text file of its name, such as {example}, or a row "
-        f'{{"file_name": ..., "text": ...}} into {METADATA}, or remove it'
+        f"{folder} holds {problem}: {first_few(names)}; write the caption of each video into a "
+        f"text file of its name, such as {example}, or into a row "
+        f'{{"file_name": ..., "text": ...}} of {METADATA}, or remove it'
     )
 
 

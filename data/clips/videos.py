@@ -106,10 +106,9 @@ def cover(image: "Image", height: int, width: int, aspect: Fraction = Fraction(1
 
 
 def _nearest_frames(path: Path, fps: float) -> Iterator[tuple[Any, Fraction]]:
-    """Yield the frame that is nearest in time to each multiple of 1 / fps, up to the video's end.
+    """Yield the frame nearest in time to each multiple of 1 / fps, and its pixels' aspect.
 
-    With each comes the aspect of its pixels. Times count from the first frame. The last frame is
-    taken to last as long as the one before it.
+    Times count from the first frame. The last frame is taken to last as long as the one before it.
 
     Raises DataError: the file cannot be read as a video.
     """
@@ -132,7 +131,7 @@ def _nearest_frames(path: Path, fps: float) -> Iterator[tuple[Any, Fraction]]:
 
 
 def _timed_frames(path: Path) -> Iterator[tuple[Any, Fraction, Fraction]]:
-    """Yield a video's frames in the order of display, their times from 0, their pixels' aspect."""
+    """Yield a video's frames as displayed, with their times from 0 and their pixels' aspect."""
     with _readable(path) as av, av.open(str(path)) as container:
         if not container.streams.video:
             raise ValueError("it has no video stream")

@@ -23,7 +23,7 @@ for name, default in {"--context": 1, "--clips-per-group": 1, "--steps": 1000}.i
 args = parser.parse_args()
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 device, ranks = accelerator.device, accelerator.num_processes
-group = torch.distributed.new_subgroups(args.context)[0] if ranks > 1 else None
+group = torch.distributed.new_subgroups(args.context)[0] if args.context > 1 else None
 dtype = {"bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
 model = WanTransformer3DModel.from_pretrained(args.wan, torch_dtype=dtype).train()
 model.enable_gradient_checkpointing()

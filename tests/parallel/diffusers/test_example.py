@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel.diffusers import flow_matching, noise_like
+from parallel.diffusers import FAMILIES, flow_matching, noise_like
 from runtime.ranks import run_ranks
 from tests.clips import flags, write_models, write_video
-from tests.parallel.diffusers.cases import WAN
+from tests.parallel.diffusers.video_models import WAN
 from tests.starts import ROOT, ended
 from tools.prepare_clips import main as prepare_clips
 
@@ -142,9 +142,11 @@ def test_the_lora_changes_a_plain_model_as_it_was_trained(folder, losses):
     assert (merged - target).square().mean() < (before - target).square().mean()
 
 
-def test_the_script_is_short():
+def test_the_script_is_short_and_the_page_names_every_class():
     lines = (ROOT / "docs/examples/finetune_clip.py").read_text().splitlines()
     assert len(lines) <= 60
+    page = (ROOT / "docs/tasks/video.md").read_text()
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
 
 
 @pytest.mark.slow

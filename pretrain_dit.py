@@ -1,11 +1,11 @@
 """Pretrain a diffusion transformer on latents of images or long videos.
 
-A sample is sharded over processes by context parallelism.
+Context parallelism shards each sample over processes.
 
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/models/dit_tiny.toml
 """
 
-# This precedes the import of torch, which takes seconds: the launcher may be killed meanwhile.
+# Called before torch is imported, because that takes seconds, in which the launcher may be killed.
 if __name__ == "__main__":
     from runtime.signals import end_with_launcher
 
@@ -25,7 +25,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     """Train as the command line says, or only check and plan the run with --dry-run.
 
     Args:
-        peak_flops: FLOP/s per process that MFU is relative to; by default the device's peak.
+        peak_flops: FLOP/s per process that count as an MFU of 100 %; by default the device's peak.
     """
     config = DiffusionTask.parse_args(arguments)
     if config.dry.dry_run:

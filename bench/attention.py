@@ -5,12 +5,13 @@ scaled_dot_product_attention in one process with a thread on each of the same co
 backward, causal. The contestants take turns, so that other load on the machine slows all of them
 equally; a step lasts as long as its slowest rank.
 
-With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the layout
-balanced. The counted pairs predict a gain over zigzag; the share of it that is reached is printed.
+With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the
+balanced layout. The pairs counted in the plans predict a gain over zigzag, and the output shows the
+share of this gain that is reached.
 
-With --alone also the cost of a mask on one rank and one core: one document, documents of about 500
-tokens, and one document under a window, each through the plan and its tiles, next to torch's
-attention of one document.
+--alone also measures the cost of a mask on one rank and one core: one document, documents of about
+500 tokens, and one document under a window, each through the plan and its tiles, next to torch's
+attention over one document.
 
     python -m bench.attention                              # sequence 8192, 8 heads of 64
     python -m bench.attention --documents lognormal --seq-length 16384 --alone 1024
@@ -51,8 +52,8 @@ MASKED_METHODS = (
     "allgather/balanced",
 )  # for packed documents and windows
 MIN_GAIN = 1.05
-"""Ratio of counted pairs below which a measured share of the gain is only noise."""
-ONE_RANK = "ring"  # with one rank every method is the same
+"""Ratio of counted pairs up to which the share of the gain that is reached would be only noise."""
+ONE_RANK = "ring"  # any method would do: with one rank all are the same
 
 Target = tuple[str, str, float | None, float | None]
 TARGETS: tuple[Target, ...] = (
@@ -64,11 +65,12 @@ MASKED_TARGETS: tuple[Target, ...] = (
     ("zigzag/exchange", "gain_reached", 0.9, None),
     ("striped/exchange", "ratio", 1.0, None),
 )
-"""Two contestants, a field of ``compare`` about them, and its minimum and maximum."""
+"""Targets under packed documents or a window. Each names two contestants and a field of ``compare``
+about them, with this field's minimum and maximum."""
 MIN_SHORT_RATE = 0.6
 """Minimum FLOP rate on short documents, as a fraction of the rate on one document."""
 MIN_WINDOW_GAIN = 3.0
-"""Minimum ratio of the time of one document to the time of a window."""
+"""Minimum speedup of a window over the same document without a window."""
 CONTESTANTS: dict[str, Column] = {
     "": "{name}",
     "median s": "{median:.3f}",
@@ -116,13 +118,15 @@ def measure_cpu(
 ) -> dict[str, Any]:
     """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` (at least 3 times).
 
-    Raises UserError: fewer cores than ranks, or a method that does not exist or does not take the
-    mask; MeasureError: a process failed, or a method's result differs from the one process's.
+    Raises UserError if there are fewer cores than ranks, or a method does not exist or does not
+    support the mask, and MeasureError if a process failed, or a method's result differs from that
+    of the one process.
     """
     cores = usable_cores()[:ranks]
     if len(cores) < ranks:
         raise UserError(
-            f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks"
+            f"{ranks} ranks need a core each, but this process may use only {len(cores)}; "
+            "use fewer ranks"
         )
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
     load_average = list(os.getloadavg())
@@ -178,11 +182,11 @@ def summary(steps: list[list[float]], work: MaskedShape, pairs: float) -> dict[s
 def compare(rows: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> dict[str, Any]:
     """Return the ratios of median times, and the targets among them.
 
-    The ratios are those of ring to each method and of each method to one process. Under packed
-    documents or a window zigzag and striped take the place of ring.
+    The ratios are those of ring to each method, and of each method to one process. Under packed
+    documents or a window, zigzag and striped replace ring.
 
-    ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` the share of the
-    limit's gain above 1, None if the limit has no gain.
+    ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` is the share of the
+    limit's gain (above 1) that the times reach, or None if the limit has no gain.
     """
     references = ("zigzag", "striped") if work.sparse else ("ring",)
     methods = [name for name in rows if name != ONE_PROCESS]
@@ -221,7 +225,7 @@ def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> d
 
     Returns ``alone``, a row per mask, and ``alone_targets``.
 
-    Raises MeasureError: a process failed, or a result differs from torch's own.
+    Raises MeasureError if a process failed, or a result differs from torch's own.
     """
     masks = {
         "dense": work,
@@ -247,7 +251,7 @@ def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> d
 
 
 def judge(masks: dict[str, MaskedShape], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one row per mask, and the targets."""
+    """Return the rows and targets of ``alone``, from the seconds of each mask's steps."""
     rows: dict[str, dict[str, Any]] = {}
     for name, mask in masks.items():
         median_seconds = median(seconds[name])
@@ -297,13 +301,19 @@ def main(argv: list[str] | None = None) -> None:
     add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64)
     add_rounds(parser, 9, 150)
     parser.add_argument(
-        "--context-parallel-size", type=positive, default=2, help="ranks (default: %(default)s)"
+        "--context-parallel-size",
+        type=positive,
+        default=2,
+        help="number of ranks (default: %(default)s)",
     )
     parser.add_argument(
-        "--documents", choices=tuple(LENGTHS), help="packed documents of such lengths"
+        "--documents", choices=tuple(LENGTHS), help="pack documents with lengths drawn this way"
     )
     parser.add_argument(
-        "--window", type=int, metavar="N", help="keys that a query sees, including its own"
+        "--window",
+        type=int,
+        metavar="N",
+        help="number of keys that a query sees, including its own",
     )
     defaults = f"{' '.join(DEFAULT_METHODS)}; with documents or a window {' '.join(MASKED_METHODS)}"
     parser.add_argument(
@@ -313,7 +323,7 @@ def main(argv: list[str] | None = None) -> None:
         "--alone",
         type=int,
         metavar="N",
-        help="also the cost of documents and of a window of N on one rank",
+        help="also measure the cost of documents and of a window of N keys on one rank",
     )
     add_json(parser)
     args = parser.parse_args(argv)

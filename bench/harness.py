@@ -1,4 +1,4 @@
-"""Shared benchmark harness: interleaved contestants, flags, targets, errors, a CUDA check."""
+"""Shared parts of benchmarks: contestants that take turns, flags, targets, errors, checks."""
 
 import argparse
 import math
@@ -19,14 +19,14 @@ from tools.common.arguments import positive
 from tools.common.report import write_records
 
 MIN_ROUNDS = 3
-"""Number of rounds that are always done, however long they take."""
-SETTLE_SECONDS = 0.02  # OpenMP threads keep spinning for a moment after their work ends
+"""Number of rounds that are always measured, however long they take."""
+SETTLE_SECONDS = 0.02  # pause: OpenMP threads still spin for a moment after their work
 SIZES = {
-    "seq_length": "tokens",
-    "batch": "sequences",
-    "num_heads": "query heads",
-    "kv_heads": "key and value heads; by default as many as query heads",
-    "head_dim": "width of a head",
+    "seq_length": "number of tokens",
+    "batch": "number of sequences",
+    "num_heads": "number of query heads",
+    "kv_heads": "number of key and value heads; by default as many as query heads",
+    "head_dim": "channels per head",
 }
 Figure = TypeVar("Figure")
 
@@ -63,14 +63,15 @@ def measured(
 ) -> dict[str, list[Figure]]:
     """Let contestants take turns, and return the figures of each.
 
-    In turns, other load on the machine slows all of them equally. Each round starts with another
-    contestant, so that none always follows the same one.
+    Since they take turns, other load on the machine slows all of them equally. Each round starts
+    with another contestant, so that none always follows the same one.
 
     Args:
-        contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes
-            one of a step.
-        repeats: rounds, and more until ``min_seconds`` are over.
-        max_seconds: time after which no further round starts, except the first three.
+        contestants: functions that run a step and return its figure, such as seconds; ``clocked``
+            makes one from a step.
+        repeats: number of rounds; more follow until ``min_seconds`` are over.
+        max_seconds: a round does not start if it would probably end later than this, except the
+            first three.
     """
     names = [*contestants]
     start = time.monotonic()
@@ -101,9 +102,9 @@ def clocked(step: Callable[[], object]) -> Callable[[], float]:
 
 
 def forward_backward(attend: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], list[Tensor]]:
-    """Return a step that attends forward and backward: out, and the gradients of its inputs.
+    """Return a step of attention, forward and backward, that returns out and the gradients.
 
-    ``tensors`` are the inputs, some of which may be unused, and last the gradient of out.
+    ``tensors`` are the inputs and, last, the gradient of out. Unused inputs get no gradient.
     """
     *inputs, dout = tensors
     leaves = [x.requires_grad_() for x in inputs]
@@ -136,9 +137,9 @@ def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float) -> None:
-    """Add flags for the number of rounds."""
+    """Add flags for the number of rounds and the time that they may take."""
     parser.add_argument(
-        "--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)"
+        "--repeats", type=positive, default=repeats, help="number of rounds (default: %(default)s)"
     )
     limit = "no further round after this long, except the first three (default: %(default)s)"
     parser.add_argument(
@@ -147,9 +148,9 @@ def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of ``write_json``."""
+    """Add --json, the file that ``write_json`` writes."""
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines"
+        "--json", type=Path, metavar="PATH", help="also write every figure here, as JSON lines"
     )
 
 
@@ -160,8 +161,8 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """Add flags for the folder of results, and for a remark in them."""
-    results = "write JSON lines and Markdown here too, named after the machine"
+    """Add --results, the folder to write results to, and --note, a remark to include in them."""
+    results = "also write JSON lines and Markdown to this folder, named after the machine"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=results)
     parser.add_argument(
         "--note", help="a remark for the results, such as what else the machine was doing"
@@ -169,7 +170,7 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def heading(result: dict[str, Any]) -> list[str]:
-    """Return lines that describe the machine of the figures, its load, and the remark."""
+    """Return the first lines of a report: the machine, its load, and the remark of --note."""
     load = f"load average at the end {result['load_average'][0]:.1f}"
     lines = [f"{in_words(result['machine'])}; {load}."]
     if result["note"]:
@@ -180,7 +181,7 @@ def heading(result: dict[str, Any]) -> list[str]:
 def target(
     name: str, ratio: float, lower: float | None, upper: float | None = None
 ) -> dict[str, Any]:
-    """Compare a figure with its minimum and maximum."""
+    """Compare a figure with its minimum or maximum; return a row for ``format_targets``."""
     met = (lower or 0) <= ratio <= (upper or math.inf)
     return {
         "name": name,
@@ -191,7 +192,7 @@ def target(
 
 
 def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each target."""
+    """Return a line for each row of ``target``: its bound, its figure, and if it is met."""
     lines = []
     for row in targets:
         verdict = "met" if row["met"] else "MISSED"
@@ -202,7 +203,9 @@ def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
 def need_cuda(device: str) -> None:
     """Raise UserError if the device is a GPU but there is none."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("this needs a CUDA GPU, and torch sees none here; nothing was written")
+        raise UserError(
+            "this needs a CUDA GPU, but torch finds none; start it on a machine with a GPU"
+        )
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
@@ -214,7 +217,8 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
 
 MISMATCH = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-"""Relative difference of a fingerprint beyond which two computations count as different."""
+"""Relative difference of a fingerprint beyond which two computations count as different, keyed by
+dtype."""
 
 
 def check_same(
@@ -224,15 +228,16 @@ def check_same(
     dtype: str,
     truth: str = "scaled_dot_product_attention",
 ) -> None:
-    """Check, before it is timed, that a contestant computes the same as ``truth``.
+    """Check that a contestant computes the same as ``truth``, before it is timed.
 
-    Raises MeasureError: the fingerprints differ by more than ``MISMATCH``.
+    ``got`` and ``want`` are the fingerprints of both. Raises MeasureError if they differ by more
+    than ``MISMATCH``.
     """
     for got_sum, want_sum in zip(got, want, strict=True):
         if not abs(got_sum - want_sum) <= MISMATCH[dtype] * abs(
             want_sum
         ):  # nan counts as different
             raise MeasureError(
-                f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum"
-                f" to {got} and should sum to {want}; its time would mean nothing"
+                f"{name} does not compute the same as {truth}: the squares of out, dq, dk, dv sum"
+                f" to {got}, but should sum to {want}; its time would mean nothing"
             )

@@ -7,11 +7,11 @@ Three ways to attend, forward + backward, each to one causal sequence of the sam
     naive    the same numbers from all T x T scores at once (kernels/reference.py)
     softmax  torch's scaled_dot_product_attention, which computes every score and saves none
 
-The tokens per second of chunked stay level, and those of the other two halve with each doubling, so
-beyond some length chunked is faster; the last lines print that length. naive stops where the T x T
-scores and decays that it saves for its backward would exceed 1 GiB. The three take turns at each
-length, so that other load on the machine slows all of them equally, and chunked must equal naive
-before it is timed. The medians are compared.
+The rate of chunked (tokens per second) stays level, and the rates of the other two halve with each
+doubling of the length, so beyond some length chunked is faster; the last lines print that length.
+naive stops at the length at which the T x T scores and decays that it saves for its backward pass
+would exceed 1 GiB. The three take turns at each length, so that other load on the machine slows all
+of them equally, and chunked must equal naive before it is timed. The medians are compared.
 
     # 256 to 16384 tokens, 4 heads of 32 (about a minute)
     python -m bench.linear
@@ -61,24 +61,24 @@ LABELS = {
 }
 """Contestants, with their names in the picture."""
 SCORES_BYTES = 1 << 30
-"""Limit on the size of the T x T matrices that naive saves for the backward."""
+"""Maximum size of the T x T matrices that naive saves for the backward pass."""
 SCANS = 4
-"""Number of scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
+"""Number of scans of the chunked form: one in the forward pass, and one each for dq, dk and dv."""
 MINIMUM_SECONDS = 0.5
 """Minimum time for all contestants at one length; the shortest step takes a millisecond."""
 
 
 def fits(work: AttentionShape) -> bool:
-    """Return True if the scores and decays that naive saves for the backward fit the limit."""
+    """Return True if the scores and decays that naive saves do not exceed ``SCORES_BYTES``."""
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= SCORES_BYTES
 
 
 def flops(name: str, work: AttentionShape) -> int:
-    """Count the FLOPs of matrix products, forward and backward; a multiply-add is two.
+    """Count the FLOPs of a contestant's matmuls, forward and backward; a multiply-add is two.
 
-    softmax computes the unmasked half of the scores, and again in the backward. naive computes all
-    of them once, and the final state. Each scan of chunked computes 64 scores per token, and writes
-    and reads the state.
+    softmax computes the unmasked half of the scores, in the forward pass and again in the backward
+    pass. naive computes all scores once, and the final state. Each scan of chunked computes 64
+    scores per token, and writes and reads the state.
     """
     width = work.head_dim
     rows = work.batch * work.num_heads
@@ -104,7 +104,7 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return a forward and backward step of each contestant that fits.
+    """Return a forward and backward step of each contestant that fits in memory, keyed by name.
 
     A step returns out, dq, dk and dv.
     """
@@ -115,7 +115,7 @@ def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
 def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
     """Time the contestants at one length; return one row for each.
 
-    Raises MeasureError: chunked differs from naive.
+    Raises MeasureError if chunked differs from naive.
     """
     steps = steps_of(work)
     rows = []
@@ -147,12 +147,12 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Time the contestants at each length on one thread.
 
-    Raises UserError: the maximum length is below the minimum.
+    Raises UserError if the maximum length is below the minimum.
     """
     if args.max_length < args.min_length:
         raise UserError(
-            f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or"
-            " more"
+            f"--max-length is {args.max_length}, but --min-length is {args.min_length}; give a"
+            " longer --max-length"
         )
     shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
     load_average = list(os.getloadavg())
@@ -182,9 +182,9 @@ def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
 
 
 def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """Return the length from which chunked is faster than ``name``; None if never.
+    """Return the length from which chunked is faster than ``name``; None if there is none.
 
-    It is faster at that length and at all longer ones that both were measured at.
+    It is faster at that length and at all longer ones at which both were measured.
     """
     chunked_rows = by_length(result, OURS)
     crossover = None
@@ -197,7 +197,10 @@ def overtakes(result: dict[str, Any], name: str) -> int | None:
 
 
 def exponent(result: dict[str, Any], name: str) -> float | None:
-    """Return p in time ~ length^p between the last two lengths of a contestant."""
+    """Return a contestant's growth exponent p, time ~ length^p, over its last two lengths.
+
+    None if it has fewer than two lengths.
+    """
     rows = [*by_length(result, name).values()]
     if len(rows) < 2:
         return None
@@ -207,7 +210,7 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Format tokens per second by contestant and length, growth exponents and crossovers."""
+    """Format a table of tokens per second, then growth exponents and crossovers."""
     rates = {name: by_length(result, name) for name in LABELS}
     rows = []
     for length, chunked_row in rates[OURS].items():
@@ -270,17 +273,17 @@ def main(argv: list[str] | None = None) -> None:
         "--max-length",
         type=positive,
         default=16384,
-        help="longest; they double (default: %(default)s)",
+        help="longest sequence; lengths double (default: %(default)s)",
     )
     add_rounds(parser, 5, 15.0)
-    where = "where linear-MACHINE.jsonl goes (default: %(default)s)"
+    where = "folder for linear-MACHINE.jsonl (default: %(default)s)"
     add("--results", type=Path, default=Path("bench/results"), metavar="FOLDER", help=where)
     add(
         "--picture",
         type=Path,
         default=Path("docs/images/linear_throughput.png"),
         metavar="FILE",
-        help="where the plot goes (default: %(default)s)",
+        help="file for the plot (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     result = measure(args)

@@ -2,10 +2,10 @@
 
 The measured bytes are those of weights and optimizer before the second step, plus the peak of the
 step's allocations: on the CPU from every allocation and release that torch.profiler records, on a
-GPU from torch's allocator (max_memory_allocated). Of several processes the largest counts. The
-prediction is ``planner.rehearsal``, which starts no process. "kept" is the memory beyond weights
-and optimizer at the end of the forward. `make cuda-stub` does the same for GPUs that this machine
-does not have.
+GPU from torch's allocator (max_memory_allocated). With several processes, the one that uses the
+most counts. The prediction comes from ``planner.rehearsal``, which starts no process. "kept" is the
+memory beyond weights and optimizer at the end of the forward pass. `make cuda-stub` does the same
+for GPUs that this machine does not have.
 
     # 21 kinds and meshes, of 1, 4 and 8 processes of gloo
     python -m bench.memory
@@ -62,13 +62,13 @@ COLUMNS: dict[str, Column] = {
     "s": "{seconds:.2f}",
 }
 FORWARD_END = "end of the forward"
-"""Name of the mark in a profile."""
+"""Name of the event that marks the end of a forward pass in a profile."""
 STEPS = 3
 """Number of measured steps; the one with the lowest peak counts."""
 
 
 class Attentions(TorchDispatchMode):
-    """Counts the forwards of an attention, including those that a backward recomputes."""
+    """Counts attention's forward passes, including those that a backward pass repeats."""
 
     count = 0
 
@@ -80,12 +80,13 @@ class Attentions(TorchDispatchMode):
 
 
 def lines_of(text: str, only: str = "") -> list[str]:
-    """Return the lines of a list of cases that contain ``only``. Raises UserError: none does."""
+    """Return the lines of a list of cases that contain ``only``. Raises UserError if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     chosen = [line for line in lines if only in line]
     if not chosen:
         raise UserError(
-            f"--only is {only!r}, which no case has in its name; there are: {'; '.join(lines)}"
+            f"--only is {only!r}, but no case has that in its name; the cases are: "
+            f"{'; '.join(lines)}"
         )
     return chosen
 
@@ -93,12 +94,12 @@ def lines_of(text: str, only: str = "") -> list[str]:
 def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
     """Return the number of processes and the flags of a case, whose first word names a model.
 
-    Raises UserError: there is no such model, or as ``case_of``.
+    Raises UserError if there is no such model, or for the reasons of ``case_of``.
     """
     model, _, words = line.partition(" ")
     if model not in models:
         raise UserError(
-            f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}"
+            f"{line!r} begins with {model!r}, but that is not a model; use {', '.join(models)}"
         )
     case = case_of(words)
     return case.ranks, " ".join([models[model], *case.flags])
@@ -111,9 +112,9 @@ def configured(flags: str) -> tuple[Any, Any]:
 
 
 def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Measure this rank's memory in a real step, the second: its peak, and after its forward.
+    """Measure this rank's memory in real steps: at the peak, and after the forward pass.
 
-    Collective.
+    A first step, which allocates the optimizer's state, is not measured. Collective.
     """
     config, make_task = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
@@ -170,7 +171,11 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 
 def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
-    """Add up a step's allocations and releases; return its peak, and the maximum at the marks."""
+    """Run a step and add up its allocations and releases.
+
+    Returns ``peak``, ``kept`` (the maximum at the ends of forward passes) and ``seconds``; memory
+    is in bytes, beyond what was allocated before the step.
+    """
     with (
         _no_messages(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
@@ -190,7 +195,7 @@ def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
 
 
 def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
-    """Measure as ``watch_cpu``, with torch's CUDA allocator."""
+    """Measure a step as ``watch_cpu`` does, with torch's CUDA allocator."""
     torch.cuda.synchronize()
     bytes_before = torch.cuda.memory_allocated()
     start = time.perf_counter()
@@ -231,7 +236,7 @@ def _no_messages() -> Iterator[None]:
 def compare(processes: int, flags: str) -> dict[str, Any]:
     """Compare predicted and measured bytes of the process that uses the most.
 
-    Raises MeasureError: a process failed.
+    Raises MeasureError if a process failed.
     """
     config, task = configured(flags)
     stages = config.mesh.pipeline_model_parallel_size
@@ -260,13 +265,13 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.memory", __doc__)
     parser.add_argument(
-        "--policies", action="store_true", help="the recompute policies, on one long sequence"
+        "--policies", action="store_true", help="measure recompute policies on a long sequence"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
     )
     parser.add_argument("--only", default="", help="only the cases whose line contains this")
-    parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: flags of every case")
+    parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: add to every case")
     add_json(parser)
     args = parser.parse_args(argv)
     need_cuda(args.device)

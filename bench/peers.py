@@ -6,13 +6,13 @@
     python -m bench.peers --only attention --lengths 2048 4096
 
 Attention: forward + backward, causal, 8 heads of 64 in float32, 2 processes pinned to a core each.
-Training: steps of llama_tiny in one process with a thread for each core, ours without and with
---compile.
+Training: steps of llama_tiny in one process with a thread for each core, Longmesh's without and
+with --compile.
 
 Every contestant computes the same: outputs and gradients of the attention are compared before they
-are timed; in training all have the same shapes, micro-batches, mean loss over all tokens, clipping
-to norm 1 and torch's fused AdamW in float32, with different random weights. A package that cannot
-run on this machine is listed with its reason.
+are timed; in training, all have the same shapes and micro-batches, the mean loss over all tokens,
+clipping to norm 1, and torch's fused AdamW in float32, but different random weights. A package that
+cannot run on this machine is listed with its reason.
 """
 
 import os
@@ -47,18 +47,17 @@ from train.tasks.language import LanguageTask
 OURS = ("zigzag", "striped")
 CONFIG = Path("configs/models/llama_tiny.toml")
 FLAGS: tuple[list[str], ...] = ([], ["--compile"])
-"""Additional flags of Longmesh's training; each set is measured."""
+"""Sets of flags to add to Longmesh's training; each set is measured by itself."""
 SETTLE = 2
-"""Number of first steps of a training that do not count."""
+"""Number of first training steps that do not count."""
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
-"""The packages of the attention and of the training; docs/evidence/speed.md has the reasons against
-others.
-"""
+"""Modules of the packages to compare with, keyed by package: one for attention, then one for
+training. docs/evidence/speed.md says why other packages are not measured."""
 ATTENTION, TRAINING = MODULES
 
 
 def installed(name: str) -> bool:
-    """Return True if a package is installed, so that it is measured."""
+    """Return True if a package is installed; only then is it measured."""
     return find_spec(MODULES[name]) is not None
 
 
@@ -68,7 +67,7 @@ def steps_of(
 ) -> Iterator[dict[str, Callable[[], float]]]:
     """Yield an optimizer step of "longmesh" and of each package, on the same tokens.
 
-    A step returns its loss.
+    The steps are keyed by name; each returns its loss.
 
     Args:
         config: configuration of ``pretrain_gpt.py``; ``flags`` are added.
@@ -125,9 +124,9 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
 
 
 def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
-    """Time Longmesh's methods and the packages', forward and backward; return a row as ``row``.
+    """Time the methods of Longmesh and the packages, forward and backward; return a ``row``.
 
-    Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
+    Raises UserError and MeasureError for the reasons of ``bench.attention.measure_cpu``.
     """
     others = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
     work = MaskedShape(seq_length=length)
@@ -139,7 +138,7 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
-    """Time training steps of Longmesh and of the packages; return a row as ``row``."""
+    """Time training steps of Longmesh and of the packages; return a ``row``."""
     packages = [TRAINING] if installed(TRAINING) else []
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
@@ -155,9 +154,9 @@ def training(repeats: int, flags: list[str]) -> dict[str, Any]:
 def row(
     seconds: dict[str, list[float]], ours: Sequence[str], others: Sequence[str]
 ) -> dict[str, Any]:
-    """Return medians and quartiles by contestant, and the speedup of our fastest over the others'.
+    """Return each contestant's median time and quartiles, and Longmesh's speedup.
 
-    ``against_best`` is None if no other package is installed.
+    The speedup, ``against_best``, is that over the best other package; None if none is installed.
     """
     medians = {}
     quartiles = {}
@@ -182,7 +181,7 @@ def line_of(row: dict[str, Any]) -> str:
     title = str(row["length"]) if "length" in row else " ".join(["training", *row["flags"]])
     line = f"{title}: {', '.join(times)}"
     if row["against_best"] is not None:
-        line += f"; our best is {row['against_best']:.2f} times as fast as theirs"
+        line += f"; Longmesh's best is {row['against_best']:.2f} times as fast as the best other"
     return line
 
 
@@ -197,11 +196,11 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         default=[2048, 4096, 8192],
         metavar="N",
-        help="tokens",
+        help="numbers of tokens per sequence",
     )
     add_rounds(parser, 9, 150)
     parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="write them there too, as into bench/results"
+        "--results", type=Path, metavar="DIR", help="also write figures here, as in bench/results"
     )
     args = parser.parse_args(argv)
     if args.repeats < 2:
@@ -213,9 +212,9 @@ def main(argv: list[str] | None = None) -> None:
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     print(f"{machine['device']}, torch {machine['torch']}; {packages}")
     for name in MODULES.keys() - versions.keys():
-        print(f"not measured: {name} is not installed; make peers installs it")
+        print(f"{name} is not measured because it is not installed; run `make peers` to install it")
     if not versions:
-        raise UserError("no other package is installed; make peers installs them")
+        raise UserError("no other package is installed; run `make peers`, which installs them")
     if args.only != "training":
         for length in args.lengths:
             result.setdefault("attention", []).append(

@@ -24,15 +24,15 @@ from tools.common.shapes import DTYPES
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
 BUCKET = 512
-"""Number of queries and keys in a tile of ring-attention-pytorch, its own default."""
+"""Number of queries and keys in a tile of ring-attention-pytorch; this is the package's default."""
 
 
 class Contestants:
-    """All processes of a run; a context manager, which ends them.
+    """All processes of a measurement: the ranks, and the single one; a context manager.
 
-    Methods are named as in ``MaskedShape.plan``.
+    Leaving the context ends the processes. Methods are named as in ``MaskedShape.plan``.
 
-    Raises MeasureError: a process failed, died or did not answer.
+    Raises MeasureError if a process failed, died or did not answer.
     """
 
     def __init__(self, work: MaskedShape, methods: tuple[str, ...], cores: list[int]) -> None:
@@ -59,15 +59,18 @@ class Contestants:
         self._ending.close()
 
     def step(self, name: str) -> list[float]:
-        """Run one forward + backward of a method (or ``ONE_PROCESS``); return seconds by rank."""
+        """Run a method (or ``ONE_PROCESS``) forward and backward; return each rank's seconds."""
         return self._ask(name, "step")
 
     def fingerprint(self, name: str) -> list[float]:
-        """Return the sums of squares of out, dq, dk and dv of the whole sequence; also warm up."""
+        """Return the sums of squares of out, dq, dk and dv over the whole sequence.
+
+        The first call also warms the method up.
+        """
         return list(self._ask(name, "fingerprint")[0])
 
     def matmul_tflops(self) -> float:
-        """Return the single process's matrix multiplication rate in TFLOP/s, on all its threads."""
+        """Return the single process's matmul rate in TFLOP/s, on all its threads."""
         return float(self._ask(ONE_PROCESS, "matmul")[0])
 
     def _ask(self, name: str, request: str) -> list[Any]:
@@ -87,7 +90,7 @@ def _serve(
     ranks: int,
     folder: str,
 ) -> None:
-    """Answer requests until the process is ended.
+    """Answer requests for steps and fingerprints until the process is ended.
 
     The process is a rank, on its core, or the single process on all cores.
     """
@@ -111,8 +114,8 @@ def _prepare(
     else:
         join_here(rank, ranks, folder)
         for method in methods:
-            # KV moves in the backward too, as in the papers: moving queries would give the ranks
-            # that are idle in a ring the work of others.
+            # Keys and values move in the backward pass too, as in the papers. If queries moved,
+            # ranks that are idle in a ring would take over work of others.
             cp = ContextParallel(work.plan(method, ranks, backward="kv"), dist.group.WORLD)
             package = method.partition("@")[2]
             attend = attention_of(package) if package else cp.attend
@@ -137,8 +140,9 @@ def _prepare(
 def attention_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a package's attention over the ranks of the default group.
 
-    Each rank has a contiguous shard ``[B, T, H, D]``. ring-attention-pytorch's striped form
-    computes as many tiles: without CUDA it masks those that it does not need.
+    Each rank has a contiguous shard ``[B, T, H, D]``. The striped form of ring-attention-pytorch
+    would not be faster: without CUDA, it computes the tiles that it does not need too, and masks
+    them.
     """
     assert name == "ring-attention-pytorch"
     from ring_attention_pytorch import ring, ring_flash_attention
@@ -146,8 +150,8 @@ def attention_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def ring_pass(*arguments: Any) -> Any:
         return ring.ring_pass(*arguments)[0]
 
-    # Without this, 0.5.20 uses the tensors received and sent in its last pass as dk and dv: the
-    # gradients are wrong.
+    # Without this, ring-attention-pytorch 0.5.20 takes the tensors received and sent in its last
+    # pass as dk and dv, and these gradients are wrong.
     ring_flash_attention.ring_pass = ring_pass
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,13 +15,12 @@ from runtime.errors import UserError
 from tools.common.shapes import AttentionShape
 
 SEED = 3
-"""Chosen of 8: 16,384 log-normal tokens on 2 ranks of a zigzag have an imbalance of 1.25, enough to
-be timed.
-"""
+"""Seed of the documents' lengths, chosen from 8: with it, 16,384 log-normal tokens on 2 ranks have
+an imbalance of 1.25 under zigzag, large enough to be measured."""
 
 
 def lognormal(rng: np.random.Generator, seq_len: int) -> float:
-    """Draw exp(N(7.0, 1.6)) tokens, from 64 to a quarter of the sequence.
+    """Draw a length of exp(N(7.0, 1.6)) tokens, from 64 to a quarter of the sequence.
 
     A few documents have most of the work.
     """
@@ -29,14 +28,14 @@ def lognormal(rng: np.random.Generator, seq_len: int) -> float:
 
 
 def short(rng: np.random.Generator, seq_len: int) -> float:
-    """Draw N(500, 120) tokens, 100 to 1,500: many documents of one size."""
+    """Draw a length of N(500, 120) tokens, 100 to 1,500: many documents of about one size."""
     return float(np.clip(rng.normal(500, 120), 100, 1500))
 
 
 def chat(rng: np.random.Generator, seq_len: int) -> float:
-    """Draw exp(N(6.2, 0.8)) tokens, and 3 % of the time 4,096 (1 + Pareto(0.9)).
+    """Draw a length of exp(N(6.2, 0.8)) tokens, or in 3 % of draws 4,096 (1 + Pareto(0.9)).
 
-    From 32 to half of the sequence.
+    The length is at least 32, and at most half of the sequence.
     """
     if rng.random() < 0.03:
         length = 4096 * (1 + rng.pareto(0.9))
@@ -54,9 +53,10 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], float]] = {
 
 
 def documents_of(name: str, seq_len: int, seed: int = SEED) -> tuple[int, ...]:
-    """Draw documents until they fill a sequence; return cumulative lengths (0, l1, ..., seq_len).
+    """Draw documents until they fill a sequence; return their cumulative lengths.
 
-    The last document is cut.
+    These are (0, l1, l1 + l2, ..., seq_len); the last document is cut. ``name`` is a key of
+    ``LENGTHS``.
     """
     rng = np.random.default_rng(seed)
     cu_seqlens = [0]
@@ -68,7 +68,7 @@ def documents_of(name: str, seq_len: int, seed: int = SEED) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedShape(AttentionShape):
-    """One causal self-attention under a mask."""
+    """Shape of one causal self-attention under a mask."""
 
     documents: str | None = None
     """Name in ``LENGTHS`` for packed documents of such lengths; None is one document."""
@@ -84,7 +84,7 @@ class MaskedShape(AttentionShape):
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
-        """Cumulative lengths of the documents."""
+        """Cumulative lengths of the documents, from 0 to ``seq_length``."""
         if self.documents is None:
             return (0, self.seq_length)
         return documents_of(self.documents, self.seq_length)
@@ -133,10 +133,10 @@ class MaskedShape(AttentionShape):
     def plan(self, contestant: str, size: int, **options: Any) -> Plan:
         """Return the plan of a contestant on ``size`` ranks.
 
-        A contestant is ``method``, ``method/layout`` or ``method@package``; a package has the plan
-        of our method with the same shards.
+        A contestant is ``method``, ``method/layout`` or ``method@package``; a package's plan is
+        that of Longmesh's method with the same shards.
 
-        Raises ContextError: as ``make_plan``.
+        Raises ContextError for the reasons of ``make_plan``.
         """
         method, _, layout = contestant.partition("@")[0].partition("/")
         return make_plan(

@@ -2,7 +2,7 @@
 
 A resumed run compares the fingerprint of its data with that of its checkpoint: with other data, the
 number of consumed samples means nothing. Reading terabytes at every start would be too slow, so a
-fingerprint has the whole index, which fixes all sizes, and samples of the content.
+fingerprint covers the whole index, which fixes all sizes, and samples of the content.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def fingerprint(index: Path, contents: Sequence[Path]) -> str:
-    """Return the SHA-256 of an index, its files' sizes, and samples of their bytes.
+    """Return the SHA-256 of an index, the sizes of its content files, and samples of their bytes.
 
     The samples are 64 blocks of 64 KiB, spread evenly over the concatenated files, first and last
-    bytes included; up to 4 MiB are read whole. Names and times do not count.
+    bytes included; files of at most 4 MiB in total are read whole. Names and times do not count.
     """
     sizes = [path.stat().st_size for path in contents]
     total = sum(sizes)
@@ -46,7 +46,7 @@ def fingerprint(index: Path, contents: Sequence[Path]) -> str:
     result = hashlib.sha256(f"{digest(index)} {sizes}".encode())
     bytes_before = 0  # bytes of the files before this one
     for path, size in zip(contents, sizes, strict=True):
-        # Also a sample that begins in the file before and ends in this one.
+        # A sample may begin in the previous file and end in this one.
         offsets = [start - bytes_before for start in starts if start < bytes_before + size]
         offsets = [offset for offset in offsets if offset > -SAMPLE_BYTES]
         if offsets:
@@ -66,7 +66,7 @@ def write_digests(folder: Path) -> None:
 
 def check_digests(folder: Path) -> None:
     """Raise DataError if an array of the folder is missing, changed or not listed."""
-    remedy = f"remove {folder}, which is then written anew"
+    remedy = f"remove {folder}, and the next run writes it again"
     try:
         digests = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())
     except (OSError, ValueError, AttributeError, RecursionError) as error:

@@ -17,13 +17,13 @@ from runtime.errors import DataError
 from runtime.signals import end_readers_at_exit, leave_to_parent
 
 IGNORE_INDEX = -100
-"""Label without loss."""
+"""Label of a position without loss."""
 
 Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """Dataset of dicts of tensors; item None is a filler without loss.
+    """Dataset whose items are dicts of tensors; index None gives a filler sample without loss.
 
     Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies
     to the labels, and may hold `starts` (bool [S], the first tokens of documents). Other samples
@@ -39,14 +39,14 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Split of a global batch over data-parallel ranks and micro-batches, and how it is read."""
+    """Sizes that split a global batch over ranks and micro-batches, and settings for reading it."""
 
     global_batch_size: int
     micro_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
     num_workers: int = 0
-    """Worker processes that read ahead; 0 reads in this process."""
+    """Number of processes that read batches ahead; 0 reads in this process."""
     pin_memory: bool = False
     """Page-lock the tensors, for non-blocking copies to a GPU."""
 
@@ -62,19 +62,19 @@ class Batching:
 
     @property
     def together(self) -> int:
-        """Number of samples in one micro-batch, over all ranks together."""
+        """Number of samples that all ranks together process in one micro-batch."""
         return self.micro_batch_size * self.dp_size
 
 
 def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
-    """Yield steps without end, each a list of this rank's micro-batches.
+    """Yield an endless sequence of steps, each a list of this rank's micro-batches.
 
     A micro-batch holds `tokens` and `labels`, int64 [B, S], and `starts`, bool [B, S], if the
     samples mark where documents start. The micro-batches of all ranks in a step are exactly the
     samples [consumed, consumed + global_batch_size) of an endless dataset; then `consumed` grows by
     global_batch_size. Labels without loss are IGNORE_INDEX.
 
-    Raises DataError: a bad sample, when reached.
+    Raises DataError when a bad sample is reached.
     """
     return _steps(dataset, batching, count(consumed_samples))
 
@@ -114,20 +114,20 @@ def _steps(
                     raise batch
             yield step
     finally:
-        del reader  # or an error's frames keep its processes
+        del reader  # otherwise an error's traceback would keep the reader's processes alive
 
 
 def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
-    """Yield the indices of this rank's micro-batches: as in Megatron, the r-th of every dp_size."""
+    """Yield the sample indices of this rank's micro-batches: every dp_size-th, as in Megatron."""
     begin = batching.dp_rank * batching.micro_batch_size
     while group := list(islice(indices, batching.together)):
         yield group[begin : begin + batching.micro_batch_size]
 
 
 class _Reader:
-    """Return a DataError as a value.
+    """Dataset that returns a DataError instead of raising it.
 
-    Raised in a worker, it would arrive with a traceback as its message.
+    A DataError raised in a worker would arrive with a traceback as its message.
     """
 
     def __init__(self, dataset: Samples) -> None:

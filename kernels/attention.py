@@ -44,7 +44,7 @@ def block_forward(
 def block_backward(
     rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionKernel
 ) -> Gradients:
-    """Compute the gradients through this block; dtypes as in ``block_forward``."""
+    """Compute dq, dk and dv through one block of pairs; dtypes as in ``block_forward``."""
     assert backend.backward is not None
     causal = _is_causal(rows.q, keys.k, kind)
     rows = Rows(*flip_if_anti(kind, *rows))
@@ -66,9 +66,8 @@ def only_block(
 ) -> Tile | None:
     """Return the only tile, if it covers all rows (and all columns, if these are given); else None.
 
-    The result of its kernel is then the sum over all tiles, and adding it to zeros would only move
-    memory. The result is also None for a backend that takes lists of tiles, since it continues from
-    running results.
+    The caller can then use the kernel's output directly instead of adding it to zeros. The result
+    is also None for backends that take lists of tiles: they add to running results themselves.
     """
     if backend.tiled is not None or len(tiles) != 1 or tiles[0].q != slice(0, rows):
         return None
@@ -89,7 +88,8 @@ def attend_tiles_(
     """Merge the attention of these tiles into running results, in place.
 
     Args:
-        out, lse: results over earlier keys, float32 or wider; lse is -inf for a row without any.
+        out, lse: results over earlier keys, float32 or wider; lse is -inf for a row that has seen
+            no key.
     """
     if backend.tiled is not None:
         backend.tiled.attend_(out, lse, q, keys, tiles, scale)
@@ -139,7 +139,7 @@ def select_backend(
     """Return the kernel of backend ``name`` for this device and dtype.
 
     ``auto`` takes the fastest usable backend. With ``documents``, tiles have different shapes in
-    each micro-batch.
+    each micro-batch, so it takes no backend that compiles for each shape.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or

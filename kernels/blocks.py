@@ -109,22 +109,22 @@ def halved(tile: Tile, max_side: int) -> Iterator[Tile]:
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Swap [B, T, H, ...] and [B, H, T, ...], returning views.
 
-    A tensor is copied if its heads are not contiguous, since kernels need that.
+    A tensor is copied first if its heads are not contiguous, since kernels need contiguous heads.
     """
     return tuple(in_one_piece(x).transpose(1, 2) for x in tensors)
 
 
 def in_one_piece(x: Tensor) -> Tensor:
-    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be; lse unchanged."""
+    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be, or an lse unchanged."""
     return x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous()
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge one block's result into the running result of the same rows, in place.
 
-    With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out): no exponential
-    of a score, so nothing overflows. A row that has seen no keys yet has lse = -inf and takes the
-    block's values.
+    With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out). No score is
+    exponentiated, so nothing overflows. A row that has seen no keys yet has lse = -inf and takes
+    the block's values.
 
     Args:
         out, block_out: ``[B, T, H, D]``, or of any shape ``[..., D]``; ``out`` float32 or wider.
@@ -151,7 +151,7 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``; 0 and -inf for a row without any key, such as
         padding.
     """
-    weight = torch.softmax(lse, 0)  # it exponentiates differences only: nothing overflows
+    weight = torch.softmax(lse, 0)  # exponentiates only differences: nothing overflows
     no_keys = (lse == float("-inf")).all(0)  # [B, T, H]
     weight = weight.masked_fill(no_keys, 0)
     return (out * weight[..., None]).sum(0), torch.logsumexp(lse, 0)

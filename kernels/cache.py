@@ -25,13 +25,13 @@ Any more rows begin a new part: appending to one tensor of all rows would copy t
 every token.
 """
 ROWS_PER_STEP = 1 << 14
-"""Number of rows whose scores, and float32 keys, exist at the same time."""
+"""Number of rows to attend to in one step, whose scores and float32 keys exist together."""
 
 
 class KVCache:
     """Rows of keys and values [B, G, S, D] with positions int64 [B, S], in several parts along S.
 
-    Heads come before rows, so that a product with all rows of a head reads contiguous memory.
+    Heads come before rows, so that a matmul with all rows of a head reads contiguous memory.
     """
 
     def __init__(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -128,11 +128,11 @@ def _only_process(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class States:
-    """State of each of a model's layers after the tokens read so far.
+    """State of each layer of a model that generates text, after the tokens read so far.
 
     Linear attention has a state [B, H, D, E], softmax attention a KVCache. Call ``read`` before
-    every forward. If processes share the prompt's tokens, each saves the keys and values of its own
-    tokens, and all save the state after the last.
+    every forward pass. If processes share the prompt's tokens, each saves the keys and values of
+    its own tokens, and all save the state after the last token.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class States:
     def read(
         self, positions: Tensor, ends: Tensor, keep: bool = True, *, shared: bool = False
     ) -> None:
-        """Announce the tokens of the next forward.
+        """Announce the tokens of the next forward pass, so that layers save the right rows.
 
         Args:
             positions: int64 [B, T], or [1, T] if they are the same in all sequences.
@@ -173,8 +173,8 @@ class States:
         self._ends = ends
         self.shared = shared
         self.count = len(real_tokens)
-        """Number of tokens in this forward without padding. Layers with a state need it; their
-        sequences all have the same length.
+        """Number of tokens of this forward pass without padding. Only layers with a recurrent state
+        use it; their sequences all have the same length.
         """
         self._saved_tokens = real_tokens if keep else real_tokens[:0]
         masked_positions = positions.where(real, NO_POSITION)

@@ -1,4 +1,4 @@
-"""Softmax attention of tiles on a CPU, split into strips for torch's kernel or oneDNN's products.
+"""Softmax attention of tiles on a CPU, split into strips for torch's kernel or oneDNN's matmuls.
 
 torch's kernel steps over the keys 512 at a time, and computes all pairs of such a step, hidden or
 not. So a larger CAUSAL or ANTI square is first halved until each part fits into one step. It is
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 Strip = tuple[slice, slice, bool, Tensor | None]
 """Rows and columns of a strip, True if it is causal, and its additive mask or None."""
 LARGE = 1 << 16
-"""Number of elements of a head group's q from which each group gets a separate call."""
+"""Minimum number of elements of a head group's q for a separate call for each group."""
 
 
 class Strips(NamedTuple):
@@ -63,8 +63,8 @@ class Strips(NamedTuple):
                 total_out = out[:, heads, rows]
                 total_lse = lse[:, heads, rows]
                 if total_lse.max() == -torch.inf:
-                    # These are the rows' first keys: a merge with an empty result would take twice
-                    # the time.
+                    # The rows have seen no key before: a merge with their empty results would take
+                    # twice the time.
                     total_out.copy_(strip_out)
                     total_lse.copy_(strip_lse)
                 else:

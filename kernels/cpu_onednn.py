@@ -1,4 +1,4 @@
-"""Softmax attention of a strip with oneDNN's matrix products, for one CPU thread.
+"""Softmax attention of a strip with oneDNN's matmuls, for one CPU thread.
 
 Queries are processed in blocks of ROWS, and each block's keys in steps of COLUMNS. A block of
 scores stays in the L2 cache while it is computed, exponentiated and used. This is for large strips,
@@ -33,22 +33,22 @@ from runtime.tensors import accum_dtype
 ROWS = 192
 """Number of queries in a block.
 
-A product sums its rows one after the other, in float32: gradients of keys that sum more queries at
+A matmul sums its rows one after the other, in float32: gradients of keys that sum more queries at
 once differ by more than a process's own rounding (tests/parallel/context/test_executor.py). The
-forward pass does not sum over queries, so it may use more.
+forward pass does not sum over queries, so its blocks may have more.
 """
 COLUMNS = 7 * 192
 """Number of keys in a step."""
 MAX_SCORES = 1 << 18
 """Maximum number of scores in a block; they take 1 MiB."""
 MIN_WORK = 1 << 22
-"""Minimum of scores times head channels; below it, Python calls take longer than the products."""
+"""Minimum number of scores times head channels; below it, calls take longer than the matmuls."""
 MIN_WIDTH = 32
-"""Number of channels of a head below which oneDNN is not faster."""
+"""Minimum number of channels of a head with which oneDNN is faster."""
 GRAIN = 64
 """Strips with multiples of this number of rows and columns have few distinct shapes.
 
-oneDNN compiles a product for every new shape, which takes 0.5 ms, and keeps the last 1,024 of them,
+oneDNN compiles a matmul for every new shape, which takes 0.5 ms, and keeps the last 1,024 of them,
 0.7 GB at most.
 """
 WORTH_COMPILING = 1_000_000
@@ -63,7 +63,7 @@ def is_faster(dtype: torch.dtype) -> bool:
     """Return True if oneDNN is faster than torch's kernel for large strips of this dtype.
 
     The strips' results are float32 or wider. With several threads oneDNN is slower: torch's kernel
-    gives each thread some heads, but these products would synchronize the threads after every
+    gives each thread some heads, but these matmuls would synchronize the threads after every
     operator.
     """
     single_thread = torch.get_num_threads() == 1
@@ -71,7 +71,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Return True if a strip of these q and k (float32 or wider) should use oneDNN's products."""
+    """Return True if a strip of these q and k (float32 or wider) should use oneDNN's matmuls."""
     rows, width = q.shape[2:]
     columns = k.shape[2]
     recurs = rows % GRAIN == 0 and columns % GRAIN == 0
@@ -112,7 +112,7 @@ def onednn_forward(
     for b, h, kv_head in _heads(q, k):
         head_q = (q[b, h] * (scale * LOG2_E)).contiguous()  # [T, D]
         head_k = k[b, kv_head].contiguous()  # [S, D]
-        # If the rows of v are not contiguous, a product takes a thousand times as long.
+        # If the rows of v are not contiguous, a matmul takes a thousand times as long.
         head_v = v[b, kv_head].contiguous().t()  # [D, S]
         for row_slice, column_slices in blocks:
             maxima = list[Tensor]()
@@ -147,7 +147,7 @@ def onednn_backward(
     """Compute dq, dk and dv through these keys; arguments as in ``onednn_forward``.
 
     Blocks of scores are transposed, ``[keys, queries]``. Then a query's lse, and its sum of
-    dout * out, are biases of a product, which oneDNN adds without another pass.
+    dout * out, are biases of a matmul, which oneDNN adds without another pass.
     """
     q, dout, out, lse = rows
     k, v = keys

@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Packed rows and columns that are added back together, with their indices in the tensors."""
+    """Packed rows and columns to add back at once, with their indices in the unpacked tensors."""
 
     packed_rows: slice
     rows: Index
@@ -139,9 +139,9 @@ def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kern
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """A kernel for packed tiles.
+    """A kernel that computes many small tiles, packed one after the other, in one launch.
 
-    The forward takes (q, k, v, lengths, causal, scale), and the backward (rows, keys, lengths,
+    ``forward`` takes (q, k, v, lengths, causal, scale), and ``backward`` (rows, keys, lengths,
     causal, scale).
     """
 
@@ -211,7 +211,7 @@ def split_by_size(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]
 
 
 def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
-    """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``.
+    """Pack tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]`` into launches of a kernel.
 
     The tiles are the same in each of the B sequences. The result is cached, since all layers, and
     their backward passes, have the same launches.

@@ -24,8 +24,8 @@ class Chunks:
     """Token in each slot [N * C], arbitrary in empty slots; None if all slots are filled in order.
     """
     slots: Tensor | None
-    """Slot of each token [T]; None if ``index`` is. A mask instead would make the host wait for a
-    GPU to count its entries."""
+    """Slot of each token [T]; None if ``index`` is None. A mask instead would make the host wait
+    for a GPU to count its entries."""
     lengths: Tensor
     """Number of tokens in each chunk [N]."""
     starts_document: tuple[bool, ...]

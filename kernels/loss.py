@@ -187,9 +187,9 @@ class _Gradients:
         return out.detach()
 
     def times(self, factor: Tensor | None = None) -> list[Tensor | None]:
-        """Return the gradients of x and of all parameters, scaled, in their dtypes.
+        """Return the gradients of x and of all parameters, times ``factor``, in their dtypes.
 
-        None for a tensor that needs no gradient.
+        A tensor that needs no gradient has None.
         """
         if factor is not None:
             # The factor keeps one dimension: a scalar would be rounded to bfloat16 before the

@@ -1,11 +1,11 @@
-"""Operators of model layers: matrix products, rotary positions, and the gate of a feed-forward.
+"""Operators of model layers: matmuls, rotary positions, and the gate of a feed-forward.
 
 torch multiplies float32 matrices on a CPU with MKL, which uses only AVX2 on AMD's processors.
 oneDNN uses their AVX-512 and is about twice as fast there, so ``linear`` calls it directly. Rotary
 positions and the gate are one launch each on a GPU, except under torch.compile, which fuses torch's
 own operators.
 
-Shapes: N rows (tokens), I and O widths before and after a product.
+Shapes: N rows (tokens), I and O widths before and after a matmul.
 """
 
 import math
@@ -25,12 +25,12 @@ from kernels.triton import has_triton
 from runtime.simulation import SIMULATED_DEVICE
 
 MIN_ROWS = 32
-"""Number of rows below which a product takes less time than the call."""
+"""Minimum number of rows for oneDNN; with fewer rows, the call takes longer than the matmul."""
 
 
 def _takes_onednn() -> bool:
     if TorchVersion(torch.__version__) < "2.13":
-        return False  # it cannot split a custom backward in two, as zero-bubble pipelines need
+        return False  # older torch cannot split a custom backward in two, for zero-bubble pipelines
     if not torch.backends.mkldnn.is_available():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -40,7 +40,7 @@ def _takes_onednn() -> bool:
 
 
 ONEDNN = _takes_onednn()
-"""True if float32 products use oneDNN on this processor."""
+"""True if float32 matmuls use oneDNN on this processor."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -200,7 +200,7 @@ ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]
         partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     ),
 }
-"""Each activation with its backward, which takes the result's gradient and the input."""
+"""Each activation with its backward function, which takes the result's gradient and the input."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:

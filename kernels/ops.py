@@ -1,7 +1,8 @@
 """Custom operators of linear attention, the delta rule and its convolution.
 
-Each operator has its call, forward, fake and backward together. torch.compile and recompute
-policies see it as one operator. Operators of matrix products are in ``kernels.operators``.
+The file has, for each operator in turn, its Python function, its forward pass, a fake for shapes
+only, and its backward pass. torch.compile and recompute policies see it as one operator. Operators
+for matmuls are in ``kernels.operators``.
 """
 
 from collections.abc import Sequence

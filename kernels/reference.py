@@ -1,8 +1,8 @@
 """Naive softmax attention, linear attention and delta rule: references for every fast path.
 
-All scores exist at once, or tokens are read one by one: this is slow, but the code is short enough
-to be checked against the papers by eye. Tests compare the outputs and every gradient of a fast path
-with these.
+Softmax attention materialises the whole score matrix, and the recurrences go token by token. This
+is slow, but short enough to check against the papers by eye. Tests compare the outputs and every
+gradient of a fast path with these functions.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), G = H / K
 query heads per key/value head, D head width. Linear attention has one key head per query head, keys
@@ -141,7 +141,7 @@ def linear_attention(
         exponents = rates.view(-1, *[1] * distance.ndim) * distance
         return exponents.exp().where(visible, 0).to(q.dtype)
 
-    # Only tokens of the same document.
+    # A token sees itself and earlier tokens of its own document.
     document = torch.bucketize(position, cu_seqlens[1:], right=True)  # [T]
     distance = position[:, None] - position  # [T, S]
     visible = (distance >= 0) & (document[:, None] == document)

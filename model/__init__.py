@@ -1,1 +1,1 @@
-"""Single-device modules; none depends on ranks, process groups or environment variables."""
+"""Models for a single device; no module depends on ranks, process groups or the environment."""

@@ -36,14 +36,14 @@ class Footprint(NamedTuple):
     gated: bool
     """True if the feed-forward has a gate."""
     first_layer: float = 0.0
-    """Number of further copies that only the first layer saves
+    """Number of additional copies of the residual stream that only the first layer saves
     (``planner.step_shape.StepShape.first_layer``)."""
     output_gate: float = 0.0
     """Number of copies of the queries that attention's output gate saves; layers with a delta rule
-    are counted elsewhere."""
+    are counted in ``planner/layers/delta_cost.py``."""
     qk_norms: float = 0.0
     """Number of copies of the queries and keys that their norms save, a float32 copy counted as 2;
-    layers with a delta rule are counted elsewhere."""
+    layers with a delta rule are counted in ``planner/layers/delta_cost.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +56,18 @@ class DecoderConfig(LoraConfig, ABC):
         "kv_channels": "head_dim",
         "vocab_size": "vocabulary",
     }
-    """Properties that resolve the fields that may be left out, keyed by field; each class lists its
-    own fields."""
+    """Names of the properties with the final values of optional fields, keyed by field; each class
+    lists its own fields."""
 
     model_type: str = ""
-    """Family of the model, which determines the other settings that it has."""
+    """Family of the model; it determines which other settings exist."""
     num_layers: int = 4
     """Number of transformer layers."""
     hidden_size: int = 256
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
-    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64,
-    or 4 x hidden_size without a gate."""
+    """Inner width of the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of
+    64, or 4 x hidden_size without a gate."""
     num_attention_heads: int = 8
     """Number of query heads."""
     num_query_groups: int | None = None
@@ -100,10 +100,11 @@ class DecoderConfig(LoraConfig, ABC):
 
     @abstractmethod
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0: a module (x, positions, mask, states) -> [B, T, C]."""
+        """Build one layer (0 is the first): a module (x, positions, mask, states) -> [B, T, C]."""
 
     linear_attention = False
-    """True if attention keeps a state instead of keys and values; in a hybrid, most layers do."""
+    """True if attention keeps a state instead of keys and values, in a hybrid only in most layers.
+    """
     delta_rule = False
     """True if layers without softmax attention use a gated delta rule."""
     joint_qk_norm = False
@@ -155,12 +156,12 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Number of positions that the model is meant for, or has in a table; None if unlimited."""
+        """Number of positions that the model is made for or has in a table; None if unlimited."""
         return None
 
     @property
     def learned_positions(self) -> bool:
-        """Return True if positions are learned embeddings."""
+        """True if positions are learned embeddings."""
         return False
 
     @property
@@ -174,12 +175,12 @@ class DecoderConfig(LoraConfig, ABC):
         return self.max_position_embeddings or 0
 
     def with_rope_length(self: C, length: int) -> C:
-        """Return a copy with this length for dynamic rope scaling; itself if it needs none."""
+        """Return a copy with dynamic rope scaling for this length; itself without such scaling."""
         return self
 
     @property
     def local_rope(self) -> RopeConfig | None:
-        """Rope settings of layers with a window, if they have their own; else None."""
+        """Rope settings of layers with a window; None if these use the model's rope settings."""
         return None
 
     @property
@@ -189,7 +190,7 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return True if softmax layers may shard tokens differently from linear layers."""
+        """True if softmax layers may shard tokens differently from linear layers."""
         return False
 
     def norm(self, width: int | None = None) -> nn.Module:
@@ -249,12 +250,12 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def recurrent(self) -> bool:
-        """Return True if some layers keep a state of constant size instead of keys and values."""
+        """True if some layers keep a state of constant size instead of keys and values."""
         return self.linear_attention or self.delta_rule
 
     @property
     def some_softmax(self) -> bool:
-        """Return True if some layer has softmax attention."""
+        """True if some layer has softmax attention."""
         return any(map(self.has_softmax, range(self.num_layers)))
 
     def has_softmax(self, layer: int) -> bool:
@@ -272,7 +273,10 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings that alternate the two kinds of layers; empty if all layers are alike."""
+        """Settings with which two kinds of layers take turns; empty if all layers are alike.
+
+        The parity tool sets them in small copies of a model, so that two layers have both kinds.
+        """
         return {}
 
     @property
@@ -305,10 +309,10 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward.
+        """Inner width of the feed-forward; by default 8/3 of hidden_size, rounded up to 64.
 
-        With 8/3 of hidden_size, SwiGLU's three matrices have as many weights as the two of a GELU
-        feed-forward with 4 x hidden_size.
+        With 8/3, SwiGLU's three matrices have as many weights as the two of a GELU feed-forward
+        with 4 x hidden_size.
         """
         return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 
@@ -337,9 +341,9 @@ class DecoderConfig(LoraConfig, ABC):
     def architecture(self) -> Architecture:
         """Return all settings that determine the model's shapes and computation, defaults resolved.
 
-        A checkpoint can be loaded if its entries are equal. Checkpoints written before a setting
-        existed lack its entry, so the entry is left out if the setting has the value that they were
-        trained with.
+        A checkpoint can be loaded if its entries are equal to these. Checkpoints written before a
+        setting existed lack its entry, so the entry is left out here if the setting has the value
+        with which they were trained.
         """
         entries = self.resolved(
             "model_type",
@@ -364,7 +368,7 @@ class DecoderConfig(LoraConfig, ABC):
         return entries
 
     def resolved(self, *names: str) -> Architecture:
-        """Return the values of settings, with defaults filled in for those left out."""
+        """Return the values of settings, keyed by name, with defaults for those left out."""
         properties: dict[str, str] = {}
         for cls in reversed(type(self).__mro__):
             properties |= vars(cls).get("RESOLVED", {})

@@ -114,7 +114,7 @@ class Decoder(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Return True if this part has the last layer, and so norm and output projection."""
+        """True if this part has the last layer, and therefore the norm and output projection."""
         return self.norm is not None
 
     @property
@@ -133,8 +133,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return normalised hidden states [B, T, C], the input of `project`; see `forward`.
 
-        With learned positions, every position must be below max_position_embeddings, even those of
-        padding.
+        With learned positions, every position must be below max_position_embeddings, even the
+        positions of padding.
 
         Raises:
             ValueError: positions are left out, and there are more tokens than
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
                 )
             positions = torch.arange(length, device=tokens.device)  # [T]
 
-        x = tokens  # hidden states of the previous pipeline stage
+        x = tokens  # for a later pipeline stage, hidden states
         if not tokens.is_floating_point():
             x = self.embed(tokens, positions)  # [B, T, C]
         layer_positions = self.layer_positions(positions, x.dtype)
@@ -181,8 +181,8 @@ class Decoder(nn.Module):
         """Return the positions in the form that layers take: a Rotary, integers, or None.
 
         With rope, cosines and sines are computed once here and shared by all layers. Linear
-        attention takes the integers. Other layers without rope take None: the embeddings already
-        contain their positions, or they use none.
+        attention takes the integers. Other layers without rope take None, because the embeddings
+        already contain the positions, or the model uses none.
 
         Args:
             dtype: dtype of the activations.
@@ -223,8 +223,8 @@ class Decoder(nn.Module):
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
         """Cast the model to ``dtype``, except modules with ``full_precision``, which stay float32.
 
-        With ``frozen``, adapters stay float32 too, since they are trained; the frozen weights need
-        no float32 copy.
+        With ``frozen``, adapters stay float32 too, because only they are trained; the frozen
+        weights need no float32 copy.
         """
         self.to(dtype)
         for name, module in self.named_modules():

@@ -3,9 +3,9 @@
 All functions are elementwise on patches ``[B, T, W]``, so each rank that shares a sample can
 compute its own patches; ``model/samplers.py`` draws samples with them.
 
-Shapes: B samples, T patches, W = N x C values of a patch, N pixels of C channels, channels
-innermost. x0 is data, x_t noisy data; times ``[B]`` are as the model's timestep embedding takes
-them, from 0 (data) to num_timesteps (noise).
+Shapes: B samples, T patches, W = N x C values of a patch with N pixels of C channels, channels
+innermost. x0 is data, x_t noisy data. Times ``[B]`` go from 0 (data) to num_timesteps (noise), the
+range that the model's timestep embedding takes.
 """
 
 import math
@@ -32,7 +32,7 @@ class DiffusionConfig:
     """Number of times in the noise schedule; rectified_flow scales its continuous times to this
     number."""
     logit_normal_mean: float = 0.0
-    """Mean of the logit of the times that rectified_flow trains on; above 0 favours noisier
+    """Mean of the logit of the times that rectified_flow trains on; a value above 0 favours noisier
     samples."""
     logit_normal_std: float = 1.0
     """Standard deviation of the logit of the times that rectified_flow trains on."""
@@ -126,9 +126,9 @@ class Diffusion:
 
         A sample's loss is the mean of its elements' losses. An element's loss is the squared error
         plus, with learn_sigma, the variational bound's term in bits, which trains only the variance
-        (Nichol and Dhariwal 2021, "hybrid" loss). The term's weight is 1, as in the original DiT;
-        the option rescale_learned_sigmas, off there, would make it num_timesteps / 1000, which is
-        also 1 at 1000 steps.
+        (Nichol and Dhariwal 2021, "hybrid" loss). The term's weight is 1, as in the original DiT.
+        The option rescale_learned_sigmas, which is off there, would make the weight num_timesteps /
+        1000, which is also 1 at 1000 steps.
         """
         prediction, variance = self.split(output.to(x0.dtype))
         error = (prediction - self.target(x0, noise, times)).square()
@@ -188,7 +188,7 @@ class Diffusion:
     ) -> Tensor:
         """Return the variational bound's term at ``times``, in bits.
 
-        It is a KL divergence; at time 0, the negative log-likelihood of 8-bit data.
+        The term is a KL divergence or, at time 0, the negative log-likelihood of 8-bit data.
         """
         schedule = self._schedule_on(times.device)
         index = times.long()
@@ -210,14 +210,15 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Tables ``[steps]``, float64, for a chain of all noising steps, or of some of them."""
+    """Tables ``[steps]``, float64, for a chain of all noising steps or a chain that skips some."""
 
     betas: Tensor
     """Variance of the noise that each step adds."""
     alpha_bars: Tensor
     """Fraction of the variance of x_t that comes from the data."""
     posterior_variances: Tensor
-    """Variance of x_(t-1) given x0 and x_t. The first would be 0, so it repeats the second."""
+    """Variance of x_(t-1) given x0 and x_t. The first entry would be 0, so it repeats the second.
+    """
     from_data: Tensor
     """Factor of x0 in the mean of x_(t-1) (Ho et al. 2020, equation 7)."""
     from_x_t: Tensor

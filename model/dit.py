@@ -94,7 +94,7 @@ def _sines(size: int, channels: int, device: torch.device) -> Tensor:
 
 
 class TimeEmbedding(nn.Module):
-    """Embed times, [B] -> [B, C]: an MLP of cosines and sines, float32 as in the original."""
+    """Embed times, [B] -> [B, C]: an MLP of their cosines and sines, float32 as in the original."""
 
     INIT: ClassVar[Inits] = {"mlp.0": "normal", "mlp.2": "normal"}
     SPLIT: ClassVar[Splits] = {"mlp.0": "whole", "mlp.2": "whole"}
@@ -131,8 +131,8 @@ class Modulation(nn.Sequential):
         modulation = super().forward(conditions)  # [B, parts * C]
         if sample is None:
             return modulation[:, None].chunk(self._parts, dim=-1)
-        # In float32, because a row's gradient is the sum over all of its patches; a bfloat16 sum
-        # soon stops growing.
+        # In float32, because a row's gradient is the sum over all of its patches, and a bfloat16
+        # sum would soon stop growing.
         rows = modulation.float()[sample]  # [T, parts * C]
         return rows[None].to(modulation.dtype).chunk(self._parts, dim=-1)
 
@@ -219,8 +219,8 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predict patches [B, T, out_width] from noisy patches.
 
-        Samples may be joined into one sequence: x is then [1, T, ...], and positions continue from
-        one sample to the next. In this case ``attend`` must separate the samples, as documents.
+        Samples may be joined into one sequence: x is then [1, T, ...], positions continue from one
+        sample to the next, and ``attend`` must keep the samples apart, like documents.
 
         A pipeline stage (see `keep`) without the patch embedding takes hidden states [B, T, C]
         instead of patches; without the last layer it returns hidden states.
@@ -258,12 +258,12 @@ class DiT(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Return True if this part has the first layer, and so takes patches."""
+        """True if this part has the first layer, and therefore takes patches."""
         return self.x_embedder is not None
 
     @property
     def is_last(self) -> bool:
-        """Return True if this part has the last layer, and so returns patches."""
+        """True if this part has the last layer, and therefore returns patches."""
         return self.final_layer is not None
 
     def keep(self, layers: range) -> None:
@@ -292,16 +292,16 @@ def meta_dit_state(config: DiTConfig) -> dict[str, Tensor]:
 
 
 def num_dit_parameters(config: DiTConfig) -> int:
-    """Count the trainable parameters; positions are fixed and have none."""
+    """Count the trainable parameters; positions have none, because they are fixed sines."""
     return sum(weight.numel() for weight in meta_dit_state(config).values())
 
 
 def multiply_adds(config: DiTConfig) -> int:
     """Count the multiply-adds in the forward pass of one sample.
 
-    The paper calls these flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per layer.
-    Linear layers of the time embedding and the modulation run once per sample, the others once per
-    patch.
+    The paper calls multiply-adds flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per
+    layer. Linear layers of the time embedding and the modulation run once per sample, the others
+    once per patch.
     """
     total = 2 * config.num_layers * config.num_patches**2 * config.hidden_size
     for name, module in _on_meta(config).named_modules():

@@ -17,7 +17,7 @@ class DiTConfig:
     """Width of the residual stream; a multiple of 4, or of 16 for video, since the sines and
     cosines of all position axes share it."""
     ffn_hidden_size: int | None = None
-    """Width inside the feed-forward; by default 4 x hidden_size."""
+    """Inner width of the feed-forward; by default 4 x hidden_size."""
     num_attention_heads: int = 6
     """Number of attention heads."""
     patch_size: int = 2
@@ -37,8 +37,8 @@ class DiTConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights of the time and label embeddings."""
 
-    # Shared code reads these from every model's configuration; a diffusion transformer has none of
-    # them.
+    # Shared code reads these from every model's configuration, but a diffusion transformer has none
+    # of these features.
     linear_attention = False
     delta_rule = False
     recurrent = False
@@ -79,7 +79,7 @@ class DiTConfig:
         require(self, self.hidden_size % divisor == 0, "hidden_size", must)
 
     def architecture(self) -> dict[str, int | float | bool | str | None]:
-        """Return all settings that decide the model's shapes and computation, for checkpoints."""
+        """Return all settings that decide the model's shapes and results, for checkpoints."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -122,7 +122,7 @@ class DiTConfig:
 
     @property
     def video(self) -> bool:
-        """Return True if the latents have frames."""
+        """True if the latents have frames."""
         return len(self.latent_shape) == 4
 
     @property
@@ -141,7 +141,7 @@ class DiTConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward."""
+        """Inner width of the feed-forward."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property

@@ -29,10 +29,10 @@ class Draw:
     temperature: float = 0.0
     """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw only from this number of likeliest tokens; by default from all tokens."""
+    """Number of likeliest tokens from which to draw; by default all tokens."""
     top_p: float | None = None
-    """Draw from the smallest set of likeliest tokens, among top_k, whose probabilities sum to this
-    (Holtzman et al. 2020)."""
+    """Draw only from the fewest likeliest tokens, among top_k, whose probabilities sum to at least
+    this number (Holtzman et al. 2020)."""
     generator: torch.Generator | None = None
     """Random generator on the logits' device."""
 
@@ -100,12 +100,12 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: 
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise UserError(f"prompt {number} has no tokens; give at least one")
-        # One more token than the table: the last token is drawn but not read again.
+        # One token more than the table is allowed, since the last token is drawn but never read.
         if table is not None and len(prompt) + max_new_tokens > table + 1:
             raise UserError(
                 f"prompt {number} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, "
                 f"but the model's max_position_embeddings {table} allows only {table + 1} in all; "
-                "shorten the prompt, or ask for fewer new tokens"
+                "shorten the prompt, or lower max_new_tokens"
             )
 
 
@@ -138,11 +138,11 @@ def write(
     """Return the new tokens of each prompt.
 
     Args:
-        begin: function that forgets all earlier tokens and returns a ``Read``, which gets the
-            prompts padded on the right.
+        begin: function that forgets all earlier tokens and returns a ``Read``; the first call of
+            this gets the prompts padded on the right.
         max_new_tokens: maximum number of new tokens per prompt.
         stop: ids of tokens that end a text; they are not returned.
-        alike: True to batch only prompts of equal length.
+        alike: True to batch only prompts of equal length, as recurrent models need.
     """
     lengths = {len(prompt) for prompt in prompts}
     if alike and len(lengths) > 1:

@@ -74,17 +74,17 @@ def num_trained(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     """Return the training FLOPs per token, forward and backward, without recomputation.
 
-    * Matrix products: 6 per weight, including the output projection but not embedding lookups, as
-      PaLM counts (Chowdhery et al. 2022, appendix B); 4 per frozen weight, which has no gradient.
+    * Matmuls: 6 per weight, including the output projection but not embedding lookups, as PaLM
+      counts (Chowdhery et al. 2022, appendix B); 4 per frozen weight, which has no gradient.
     * Softmax attention: 12 * layers * heads * head width * keys. The number of keys is the mean
       that a token sees under the causal mask and the layer's window: seq_length / 2 without a
       window, as in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT count seq_length
       keys and so report a higher utilisation.
     * Linear attention: 12 per element of a layer's state, since each token writes and reads the
       state.
-    * A delta rule: 18 per element, since a token reads the state at its key, writes there, and
-      reads it at its query (Yang, Kautz and Hatamizadeh 2024, equation 10); its convolution adds 6
-      per tap.
+    * A delta rule: 18 per element of a layer's state, since a token reads the state at its key,
+      writes there, and reads it at its query (Yang, Kautz and Hatamizadeh 2024, equation 10); the
+      convolution before it adds 6 per tap.
 
     In a hybrid, each layer is counted by its own kind. Attention sinks are negligible.
     """
@@ -120,7 +120,7 @@ def _count_products(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | 
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:
-    """Return the mean number of keys that a token sees, counting its own key as half.
+    """Return the mean number of keys that a token sees; its own key counts as half.
 
     Without a window this is seq_length / 2. A window of w keys, including a token's own, hides
     (seq_length - w)^2 / 2 of seq_length^2 / 2 pairs.
@@ -157,6 +157,6 @@ def _on_meta(config: DecoderConfig) -> Decoder:
 def architecture_of(config: DecoderConfig | DiTConfig) -> Architecture:
     """Return all settings that decide the model's shapes and computation, defaults resolved.
 
-    A checkpoint can be loaded if its entries are equal.
+    A checkpoint can be loaded if its entries are equal to these.
     """
     return config.architecture()

@@ -25,8 +25,8 @@ def guided(
 ) -> Denoise:
     """Add classifier-free guidance to a model (Ho and Salimans 2021).
 
-    The guided prediction starts from the one without a class and moves towards the one with the
-    class, and beyond it. Unguided channels and the variances come from the output with the class.
+    The guided prediction is the one without a class, moved by ``scale`` times the difference to the
+    one with the class. Unguided channels and the variances come from the output with the class.
 
     Args:
         model: (x, times, labels) -> its output.
@@ -40,7 +40,7 @@ def guided(
         return lambda x, times: model(x, times, labels)
 
     def denoise(x: Tensor, times: Tensor) -> Tensor:
-        # One call for both: the first half has the classes, the second none.
+        # One call computes both outputs: the first half has the classes, the second none.
         all_labels = torch.cat([labels, torch.full_like(labels, null)])  # [2 B]
         output = model(x.repeat(2, 1, 1), times.repeat(2), all_labels)
         conditional, unconditional = output.chunk(2)
@@ -124,7 +124,7 @@ def _ddpm(
         times = x.new_full((len(x),), time, dtype=torch.float32)
         prediction, variance = diffusion.split(denoise(x, times).to(x.dtype))
         x0, _ = diffusion.data_and_noise(prediction, x, times)
-        indices = torch.full_like(times, index, dtype=torch.int64)  # [B], of the shorter chain
+        indices = torch.full_like(times, index, dtype=torch.int64)  # [B], steps of the short chain
         mean = schedule.mean(x0, x, indices)
         if index == 0:
             return mean

@@ -1,16 +1,16 @@
 """LASP (Sun et al. 2024, arXiv:2404.02882): its table of convergence at small scale.
 
-A tiny TransNormer and a tiny Linear Transformer train on the standard library's sources, with every
-data-parallel backend, on 4 processes of a CPU: data parallel 4, and data parallel 2 x context
-parallel 2 with LASP, each with the same batches of the same tokens. A finished run is written at
-once, and the same command resumes a table.
+A tiny TransNormer and a tiny Linear Transformer train on the sources of Python's standard library,
+with every data-parallel backend, on 4 processes of a CPU. Each trains twice on the same batches:
+with data parallel 4, and with data parallel 2 x context parallel 2 by LASP. A finished run is
+written at once, and the same command resumes a table.
 
     python -m papers.convergence                                           # 26 runs
     python -m papers.convergence --rows transnormer/fsdp transnormer/ddp   # some of them
     make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
 
-A control shows that the comparison means anything: a run whose ranks never get the state of the
-rank before must differ from its rows by far more than LASP does.
+A control shows that the comparison can fail: a run whose ranks never get the state of the previous
+rank must differ from its row by far more than LASP does.
 """
 
 import os
@@ -34,7 +34,7 @@ from train.tasks.language import LanguageTask
 
 NAME = "lasp_convergence"
 RESULTS = rows.FOLDER / "results" / f"{NAME}.jsonl"
-"""A line for each run."""
+"""Results file, with a line for each finished run."""
 MODELS = {"transnormer": "TransNormer", "linear_transformer": "LinearTransformer"}
 BACKENDS = {
     "ddp": "DDP",
@@ -45,12 +45,12 @@ BACKENDS = {
     "zero3": "ZeRO-3",
 }
 ROWS = [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
-"""In the paper's order."""
+"""Names of the rows, MODEL/BACKEND, in the paper's order."""
 WAYS = ("without", "lasp")
 CONTROL = "dropped"
-"""With LASP, but states are dropped between ranks."""
+"""Name of the control: with LASP, but states are dropped between ranks."""
 CONTROLLED = "ddp"
-"""The backend whose rows have such a control."""
+"""Backend whose rows have a control."""
 RANKS = 4
 CONTEXT = 2
 BATCH = 8
@@ -64,12 +64,12 @@ FLAGS = f"""
 LAST = 10
 """Number of final updates whose mean loss the table shows, in addition to the last loss."""
 BOUND = 0.005
-"""Largest relative difference of the loss with LASP from without."""
+"""Maximum relative difference of the loss with LASP from the loss without."""
 SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
 
 
 def published() -> dict[str, dict[str, float]]:
-    """Return the losses of the paper's models of 0.4B parameters, with LASP and without, by row."""
+    """Return the losses of the paper's 0.4B models, with LASP and without, keyed by row."""
     models = {title: name for name, title in MODELS.items()}
     backends = {title: name for name, title in BACKENDS.items()}
     losses = {}
@@ -83,7 +83,7 @@ def published() -> dict[str, dict[str, float]]:
 
 
 def command_line(run: str, data: Path, iterations: int) -> list[str]:
-    """Return the flags of pretrain_gpt.py for a run: a row of the table, with LASP or without."""
+    """Return the flags of pretrain_gpt.py for a run, which is named MODEL/BACKEND/WAY."""
     model, backend, way = run.split("/")
     dp = RANKS if way == "without" else RANKS // CONTEXT
     flags = {
@@ -101,7 +101,7 @@ def command_line(run: str, data: Path, iterations: int) -> list[str]:
 
 
 def figures(losses: Sequence[float]) -> dict[str, float]:
-    """Return the table's figures of a run: the mean loss of the last updates, and the last."""
+    """Return the table's figures of a run: the mean loss of the last updates, and the last loss."""
     return {"loss": fmean(losses[-LAST:]), "last": losses[-1]}
 
 
@@ -117,10 +117,10 @@ def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float
 
 
 def compared(result: Result) -> tuple[list[str], list[str]]:
-    """Return a line per finished row and control, and the names of those that are wrong.
+    """Return a line per finished row and control, and the names of those with wrong losses.
 
-    A row is wrong if its losses differ by more than the bound with LASP, a control if it differs
-    hardly more than its row.
+    A row is wrong if its loss with LASP differs from the loss without by more than the bound. A
+    control is wrong if its difference is not more than 100 times as large as that of its row.
     """
     lines: list[str] = []
     wrong: list[str] = []
@@ -141,13 +141,13 @@ def compared(result: Result) -> tuple[list[str], list[str]]:
 
 
 def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = False) -> list[float]:
-    """Train one rank of a run of pretrain_gpt.py; return the first rank's losses.
+    """Train one rank of a run of pretrain_gpt.py; on the first rank, return its losses.
 
     Args:
-        dropped: drop the states between ranks.
+        dropped: drop the states that ranks pass on, for the control.
     """
     log = Records()
-    if dropped:  # in this rank's process alone
+    if dropped:  # in this process only, which ends with the run
         passages = state.passages
 
         def without_states(*args: Any) -> tuple[Any, ...]:
@@ -165,10 +165,10 @@ def _train_on_ranks(flags: Sequence[str], dropped: bool) -> dict[str, float]:
 
 
 def finished(table: Sequence[str], iterations: int, data: Path, path: Path) -> Result:
-    """Train the rows of a table that ``path`` lacks, saving each run; return all its runs.
+    """Train and save the runs of ``table`` that ``path`` lacks; return all runs of ``path``.
 
-    Raises UserError: ``path`` holds runs of other settings, or another format; RuntimeError: a rank
-    failed.
+    Raises UserError if ``path`` holds runs with other settings, or has another format, and
+    RuntimeError if a rank failed.
     """
     result = read_runs(path, {"iterations": iterations, **SIZES})
     names = []
@@ -180,8 +180,8 @@ def finished(table: Sequence[str], iterations: int, data: Path, path: Path) -> R
     missing = [name for name in names if name not in result["runs"]]
     if not missing:
         print(
-            f"all {len(names)} runs are in {path} already, nothing trained; --results DIR starts "
-            "another table"
+            f"all {len(names)} runs are in {path} already, so nothing is trained; give another "
+            "--results to start another table"
         )
         return result
 
@@ -200,23 +200,38 @@ def finished(table: Sequence[str], iterations: int, data: Path, path: Path) -> R
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command, which keeps finished runs and resumes; return its exit status."""
+    """Run the command, which saves finished runs and resumes; return its exit status."""
     parser = parser_for("python -m papers.convergence", __doc__)
     data = Path("runs/papers/stdlib")
     parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="of: %(choices)s"
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=ROWS,
+        metavar="ROW",
+        help="rows to train, among %(choices)s",
     )
     parser.add_argument(
-        "--iterations", type=int, default=300, metavar="N", help="updates (default: %(default)s)"
+        "--iterations",
+        type=int,
+        default=300,
+        metavar="N",
+        help="number of updates (default: %(default)s)",
     )
     parser.add_argument(
         "--results",
         type=Path,
         default=RESULTS.parent,
         metavar="FOLDER",
-        help="default: %(default)s",
+        help="folder of results (default: %(default)s)",
     )
-    parser.add_argument("--data", type=Path, default=data, metavar="PREFIX", help="%(default)s")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=data,
+        metavar="PREFIX",
+        help="prefix of the text that runs read (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
     if args.iterations < 2:
@@ -227,7 +242,8 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(lines))
     if wrong:
         raise UserError(
-            f"with LASP the loss differs by more than {BOUND:.1%} in {', '.join(wrong)}"
+            f"with LASP, losses may differ by at most {BOUND:.1%}, and a control must differ 100 "
+            f"times as much as its row; this does not hold for {', '.join(wrong)}"
         )
 
 

@@ -28,26 +28,28 @@ MEMORY_GB = 80.0
 STATES = "weights, gradients, optimizer"
 OUTPUT = "a layer's backward, or the logits"
 DDP_STATES_GB = 22.5
-"""Fitted to the floor of DDP's column: 22 bytes per parameter, for which the planner counts 18.
-FSDP has no fitted constant."""
+"""Memory of DDP's weights, gradients and optimizer in 10^9 bytes. It is fitted to the smallest
+value in DDP's column: 22 bytes per parameter, while the planner counts 18. No constant is fitted
+for FSDP."""
 LOGIT_BYTES = 12
-"""Per logit of a loss that is not fused: the logit and its gradient in 16 bits, the log-probability
-and its gradient in 32."""
+"""Bytes per logit of a loss that is not fused: the logit and its gradient in 16 bits, the
+log-probability and its gradient in 32."""
 
 
 @lru_cache
 def model() -> StepShape:
     """Return the work of a step of TransNormer 1B in bfloat16, batch 1.
 
-    With two micro-batches, so that the gradients are in memory during the whole step.
+    It has two micro-batches, so that the gradients are in memory during the whole step.
     """
     return replace(step_of("transnormer_1b"), micro_batches=2)
 
 
 def volumes(measured: bool = False) -> Iterator[TableRow]:
-    """Yield the elements that a rank sends in a layer's forward pass, and the counted bytes.
+    """Yield the elements that a rank sends in a layer's forward pass, and bytes if ``measured``.
 
-    The elements are of 262,144 tokens on 16 ranks, the bytes of a small case on 4 processes.
+    The elements are for 262,144 tokens on 16 ranks; the bytes are counted in a small case on 4
+    processes.
     """
     work = model()
     tokens = 256 * K
@@ -84,13 +86,15 @@ def volumes(measured: bool = False) -> Iterator[TableRow]:
 def memory_gb(
     tokens: int, backend: str, gpus: int, lasp: bool = True, recompute: str = "none"
 ) -> float:
-    """Return the peak of a rank in 10^9 bytes.
+    """Return a rank's peak memory in 10^9 bytes.
 
-    The ``tokens`` are on ``gpus`` ranks together or, without LASP, on each.
+    The ``tokens`` are divided among ``gpus`` ranks; without LASP, each rank has a sequence of
+    ``tokens``.
 
-    DDP holds its states throughout. FSDP, as the paper runs it, holds all weights at the end of the
-    forward with the shards of the rest (the planner's zero2), and at the end of the backward all
-    gradients too (zero1), without activations: the larger of the two is the peak.
+    DDP keeps all weights, gradients and optimizer states throughout. FSDP, as the paper runs it,
+    holds all weights and shards of the rest at the end of the forward pass (the planner's zero2).
+    At the end of the backward pass it holds all gradients too (zero1), but no activations. The
+    larger of the two is the peak.
     """
     work = model()
     plan = make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
@@ -111,7 +115,7 @@ def memory_gb(
 
 
 def scalability() -> Iterator[TableRow]:
-    """Yield the memory of every length and number of GPUs, "OOM" beyond 80 GB."""
+    """Yield a rank's memory for every length and number of GPUs; "OOM" beyond 80 GB."""
     table = sorted(rows.published("lasp_scalability"), key=lambda row: int(row["gpus"]))
     for backend in ("DDP", "FSDP"):
         for row in table:
@@ -129,7 +133,10 @@ def scalability() -> Iterator[TableRow]:
 
 
 def ablation() -> Iterator[TableRow]:
-    """Yield the longest sequence in 1,024 tokens on 8 GPUs, by backend, recomputation and LASP."""
+    """Yield the longest sequence on 8 GPUs, by backend, recomputation and LASP.
+
+    Lengths are in units of 1,024 tokens.
+    """
     for row in rows.published("lasp_activation_ablation"):
         backend, *options = row["method"].split("+")
         needed = partial(
@@ -139,7 +146,7 @@ def ablation() -> Iterator[TableRow]:
             lasp="LASP" in options,
             recompute="full" if "AC" in options else "none",
         )
-        # Memory grows with the length: the number of lengths that fit is the longest one, in K.
+        # Memory grows with the length, so the number of lengths that fit is the longest one, in K.
         longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
         published = {
             "ktokens": int(row["max_sequence_ktokens_8xA100_80GB"]),

@@ -1,8 +1,9 @@
 """WallFacer's gains over Ring Attention on emulated links, predicted and measured.
 
-The paper's clusters have fast links between the GPUs of a node, and slow ones between nodes. Here
-100 Mbit/s join two nodes of 4 processes, one link for each node or for each rank; a DiT and a GPT
-of 2 layers train on them, and the planner predicts the same steps from a calibration of the link.
+The paper's clusters have fast links between the GPUs of a node, and slow ones between nodes. Here,
+two emulated nodes of 4 processes are connected by links of 100 Mbit/s, one for each node or one for
+each rank. A DiT and a GPT of 2 layers train over these links, and the planner predicts the same
+steps from a calibration of the link.
 """
 
 import sys
@@ -25,32 +26,35 @@ from train.config.derive import with_vocabulary
 from train.config.language import parse_args
 
 LINK_RATE = "100mbit"
-"""The rate of the link, or of each rail."""
+"""Rate of the link between the nodes, or of each rail (a rank's own link), in tc's notation."""
 LINK_TOKENS = 8192
 """Number of tokens of a step."""
 LINK_SETTINGS = [
     (link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)
 ]
 RING = {"dit": "ring", "gpt": "zigzag"}
-"""The fastest form of Ring Attention: it balances the work of a causal mask."""
+"""Fastest form of Ring Attention, keyed by model: zigzag balances the work of a causal mask."""
 TEAMS = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
-"""Teams of 2, the only size of 8 ranks besides 1, in both placements; the faster one counts."""
+"""Configurations of WallFacer: teams of 2 ranks, the only size besides 1 that 8 ranks allow, in
+both placements. The faster one is compared with Ring Attention."""
 WARM_UP = 1
 """Number of warm-up steps, which are not timed."""
 STEPS = 4
 """Number of timed steps."""
 CALIBRATED_SHAPE = AttentionShape(num_heads=8, head_dim=16, batch=4)
-"""Shape that the calibration measures: the models' heads."""
+"""Attention shape that the calibration measures; its heads are the models'."""
 CALIBRATED_LENGTHS = (128, 512)
-"""Lengths of a rank that the calibration measures."""
+"""Numbers of tokens per rank at which the calibration measures."""
 
 
 def link_gains(measured: bool = False) -> Iterator[TableRow]:
-    """Yield the gains on each link: predicted by ``bench/link``'s cluster files, or measured too.
+    """Yield WallFacer's gains on each link: predicted and, if ``measured``, measured too.
 
-    If ``measured``, the predictions come from a calibration of each link.
+    The predictions use ``bench/link``'s cluster files or, if ``measured``, a calibration of each
+    link.
 
-    Raises NetworkError: the machine does not allow the namespaces; MeasureError: a rank failed.
+    Raises NetworkError if the machine does not allow network namespaces, and MeasureError if a rank
+    failed.
     """
     if measured:
         prepare_machine()
@@ -65,10 +69,10 @@ def link_gains(measured: bool = False) -> Iterator[TableRow]:
 
 
 def _measured_gains(link: str, text: Path) -> Iterator[TableRow]:
-    """Emulate and calibrate a link; yield its settings, each trained on it.
+    """Emulate and calibrate a link; yield a row for each setting, trained over this link.
 
-    The calibration is of the link itself, so that the rows compare the planner's model of a step
-    with the step, and not a data sheet with a network.
+    The calibration measures the emulated link itself. So the rows test the planner's model of a
+    step, and not whether a data sheet describes the network.
     """
     with Network(rails=link == "rails") as network:
         network.limit(LINK_RATE)
@@ -92,7 +96,7 @@ def _measured_gains(link: str, text: Path) -> Iterator[TableRow]:
 
 
 def _link_flags(model: str, length: int, data: Path) -> dict[str, list[str]]:
-    """Return the flags of the entry by method."""
+    """Return the entry script's flags for Ring Attention and WallFacer, keyed by configuration."""
     cases = cases_of(model)
     shape = {
         "seq_length": length,
@@ -106,9 +110,9 @@ def _link_flags(model: str, length: int, data: Path) -> dict[str, list[str]]:
 
 
 def _link_seconds(cluster: Cluster, flags: dict[str, list[str]]) -> dict[str, float]:
-    """Return the predicted seconds of a step by method.
+    """Return the predicted seconds of a step, keyed by configuration.
 
-    Only a diffusion transformer's command line has the shape of latents.
+    Flags with --latent-shape are those of a diffusion transformer; others are a language model's.
     """
     seconds = {}
     for name, words in flags.items():
@@ -121,9 +125,9 @@ def _link_seconds(cluster: Cluster, flags: dict[str, list[str]]) -> dict[str, fl
 
 
 def _trained_on_link(network: Network, model: str, flags: list[str]) -> float:
-    """Train by a method; return the median seconds of a step.
+    """Train over the link with these flags; return the median seconds of a step.
 
-    The first steps allocate memory and connect the processes, and do not count.
+    The first steps do not count, since they also allocate memory and connect the processes.
     """
     steps = train(network, flags, lambda iteration: None, f"pretrain_{model}")
     return median(step.seconds for step in steps[WARM_UP:])
@@ -136,7 +140,10 @@ def _link_row(
     predictions: dict[str, float],
     trained: dict[str, float] | None = None,
 ) -> TableRow:
-    """Return the row of a setting from the seconds of a step by method, predicted and trained."""
+    """Return the row of a setting, from the predicted and the measured seconds of a step.
+
+    The seconds are keyed by configuration.
+    """
     labels: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
     machine = device_name("cpu") if trained else "emulated"
     hardware = f"{machine}, 2 nodes of 4 processes, {LINK_RATE}"
@@ -145,7 +152,10 @@ def _link_row(
 
 
 def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the seconds of Ring Attention and of the faster teams, and their ratio."""
+    """Return the step times in seconds of Ring Attention and of WallFacer, and their ratio.
+
+    WallFacer's is that of its faster placement.
+    """
     ring = seconds[RING[model]]
     wallfacer = min(seconds[name] for name in TEAMS)
     figures = {"ring_s": ring, "wallfacer_s": wallfacer, "times_as_fast": ring / wallfacer}

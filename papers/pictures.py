@@ -1,7 +1,7 @@
 """Pictures of papers' tables: the published figures as points, the predicted ones as lines.
 
-A point on its line is a prediction that holds. Panels share their y axis, so that the hardware of
-one can be compared with another's.
+A point on its line is a prediction that holds. Panels share their y axis, so that their curves,
+often of different hardware, can be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from tools.common.report import PALETTE, plain
 
 
 def colours(count: int) -> list[Any]:
-    """Return as many different colours, of the palette or, if it has fewer, of a rainbow."""
+    """Return ``count`` colours: the palette's first, or a rainbow's if the palette has fewer."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
     rainbow = colormaps["turbo"]
@@ -30,8 +30,8 @@ def draw(curves: Mapping[str, Any], rows: Sequence[TableRow]) -> Figure:
     Args:
         curves: the table's entry in tables/sheets.toml. ``panel``, ``curve`` and ``x`` name
             columns of labels; ``figures`` has pairs of a published figure and the predicted one;
-            ``label`` is that of the y axis.
-        rows: sorted by panel.
+            ``label`` is the label of the y axis.
+        rows: the table's rows, sorted by panel.
     """
     panels = []
     for panel, group in groupby(rows, key=lambda row: row.labels.get(curves["panel"], "")):
@@ -61,7 +61,7 @@ def _draw_curves(
 ) -> None:
     """Draw the curves of one panel, each pair of figures in its colour.
 
-    A curve's label names its column unless that is the panel's title already.
+    A curve's label has the curve's name, unless that is the panel's title already.
     """
     names = dict.fromkeys(row.labels[curves["curve"]] for row in rows)
     lines = []
@@ -86,7 +86,7 @@ def _draw_curves(
 
 
 def _heights(rows: Sequence[TableRow], column: str, name: str) -> list[float]:
-    """Return a figure of each row; NaN, which matplotlib leaves out, if it is no number."""
+    """Return the figure ``name`` of each row; NaN, which matplotlib leaves out, if not a number."""
     heights = []
     for row in rows:
         value = getattr(row, column).get(name)

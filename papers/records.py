@@ -1,8 +1,10 @@
 """Published end-to-end runs, and the longest sequences on one node (UPipe, arXiv:2602.21196).
 
+Each figure is compared with the planner's prediction.
+
 The runs test the planner: its constants were fitted to one half of the table, and the other half is
-only predicted. The configurations of a source, cluster and kernel alternate between the halves, so
-that both have the same machines.
+only predicted. The configurations of each source, cluster and kernel go to the two halves in turn,
+so that both have the same machines.
 """
 
 from collections.abc import Sequence
@@ -25,35 +27,37 @@ from tools.common.arguments import run_command
 from train.config.language import parse_args
 
 FITTED = "fitted"
-"""The half of the table that the planner's constants were fitted to."""
+"""Label, in the column ``half``, of the rows to which the planner's constants were fitted."""
 HELD_OUT = "held out"
-"""The half that tests them."""
+"""Label of the rows that test the planner: no constant was fitted to them."""
 APART = "apart"
-"""Rows that the planner's model does not cover; their notes give the reason."""
+"""Label of the rows that the planner's model does not cover; the column ``note`` says why."""
 HOST_ADAM = 1.8e-9
-"""Seconds per parameter of a rank for DeepSpeed's Adam on the host, in rows with ``cpu adam`` in
-the column beside."""
+"""Seconds that DeepSpeed's Adam on the host takes per parameter of a rank; added to rows with ``cpu
+adam`` in the column ``beside``."""
 COMPUTED_AGAIN = 0.5
-"""Share of a layer's products that torchtitan's selective recomputation runs again, in rows with
-``per op``."""
+"""Share of a layer's matmuls that torchtitan's selective recomputation repeats; applies to rows
+with ``per op`` in the column ``beside``."""
 STAGES = 4
-"""Stages of heads: a rank of 8 has 4 of Llama 3's 32 query heads, and in each stage one."""
+"""Number of stages in which UPipe exchanges heads: each of 8 ranks has 4 of Llama 3's 32 query
+heads, and each stage exchanges one."""
 LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
-"""The paper's runs: layers are recomputed from inputs in host memory, and all weights sharded."""
+"""Memory settings of the paper's runs, for the planner: all weights are sharded, and layers are
+recomputed from inputs in host memory."""
 CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
 
 
 def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
-    """Return a GPU's predicted peak in 10^9 bytes, for Ulysses with heads in ``stages``."""
+    """Return a GPU's predicted peak memory in 10^9 bytes if heads are exchanged in ``stages``."""
     plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
     return sum(memory_of(work, plan, LEANEST).values()) / 1e9
 
 
 def supported() -> list[TableRow]:
-    """Return the rows of UPipe's lengths: if each fits a GPU, and its predicted memory.
+    """Return the rows of UPipe's lengths: whether each fits a GPU, and its predicted memory.
 
-    UPipe exchanges heads in stages, so that fewer of them are in memory at a time; a length counts
-    as supported if it fits with stages or without.
+    UPipe exchanges heads in stages, so that fewer of them are in memory at a time. A length is
+    predicted to be supported if it fits either with stages or without.
     """
     table = []
     for row in rows.published("records"):
@@ -81,13 +85,13 @@ def supported() -> list[TableRow]:
 
 
 def prediction(row: dict[str, str]) -> tuple[float, float]:
-    """Return the predicted seconds of a step and 10^9 bytes of a GPU.
+    """Return a step's predicted seconds, and a GPU's predicted memory in 10^9 bytes.
 
-    The column ``beside`` names work that the planner does not model and that is added here:
-    DeepSpeed's Adam on the host, or torchtitan's selective recomputation.
+    The planner does not model DeepSpeed's Adam on the host, nor torchtitan's selective
+    recomputation. If the column ``beside`` names one of them, its time is added here.
 
     Args:
-        row: of tables/public_runs.csv.
+        row: a row of tables/public_runs.csv.
     """
     models = {entry["model"]: entry["flags"] for entry in rows.published("public_models")}
     gpus = int(row["gpus"])
@@ -130,17 +134,17 @@ def runs() -> tuple[TableRow, ...]:
 
 
 def errors(table: Sequence[TableRow], half: str, **labels: str) -> list[float]:
-    """Return the relative errors of predicted seconds on the rows of a half.
+    """Return the absolute relative errors of the predicted step times in a half of the table.
 
     Args:
-        labels: select rows with these labels, such as a cluster and a kernel.
+        labels: labels that the rows must have, such as a cluster and a kernel.
     """
     selected = {"half": half, **labels}.items()
     return [abs(row.difference["seconds"]) for row in table if selected <= row.labels.items()]
 
 
 def summary(table: Sequence[TableRow]) -> str:
-    """Return a line with the errors of both halves."""
+    """Return a line with the median and the largest error of each half."""
     sentences = []
     for half in (HELD_OUT, FITTED):
         half_errors = errors(table, half)

@@ -26,15 +26,15 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "models"
 
 @lru_cache
 def step_of(config: str) -> StepShape:
-    """Return the work of a step of one sequence, by a configuration of configs/."""
+    """Return the work of a step of one sequence, for a model of configs/models."""
     return workload_of(load_config(CONFIGS / f"{config}.toml"), 1, "cuda")
 
 
 @lru_cache
 def device(name: str) -> Cluster:
-    """Return a node of a device of table 2.
+    """Return a cluster of one of the devices in table 2.
 
-    It has the device's rate, memory and link, and an A100's other values.
+    The rate, the memory and the link are the device's; all other values are an A100's.
     """
     devices = {row["device"]: row for row in rows.published("ring_minimal_block")}
     row = devices[name]
@@ -49,9 +49,10 @@ def device(name: str) -> Cluster:
 
 
 def minimal_blocks() -> Iterator[TableRow]:
-    """Yield the block whose computing hides its transfer, and 6 of them, in thousands of tokens.
+    """Yield the smallest block and sequence that hide transfers, in thousands of tokens.
 
-    The block is the rate over the bandwidth.
+    Computing on a block takes as long as its transfer if it has (FLOP rate / bandwidth) tokens; the
+    sequence has 6 blocks.
     """
     for row in rows.published("ring_minimal_block"):
         block = float(row["flops_tf"]) / float(row["interconnect_gb_per_s"])
@@ -61,7 +62,7 @@ def minimal_blocks() -> Iterator[TableRow]:
 
 
 def activations() -> list[TableRow]:
-    """Return bytes of a layer's activations by the paper's formulas, and by our forward's plan."""
+    """Return the bytes of a layer's activations by the paper's formulas and by Longmesh's plan."""
     s = 64 * K  # tokens
     h = 4096  # channels
     n = 32  # heads
@@ -87,25 +88,31 @@ def activations() -> list[TableRow]:
 
 
 RATIOS = {"7B": 4096, "13B": 5140, "33B": 7168, "65B": 8192, "175B": 12288, "1TB": 36864}
-"""Channels of the models of appendix C (5140 as printed there)."""
+"""Hidden size of each model in appendix C, keyed by model (5140 is printed there)."""
 SHORT = 4 * K
 PRINTED = {("175B", 3072): 162.6}
-"""By model and multiple of the context: the one ratio that the text states."""
+"""The only ratio that the paper's text states, keyed by model and by the context's multiple of 4K.
+"""
 KINDS = {"ratio": 1.0, "causal": 0.5}
-"""Share of the scores that is counted."""
+"""Share of the attention scores that is counted, keyed by column."""
 
 
 def flops_ratio(hidden: int, long: int, share: float = 1.0) -> float:
-    """Return FLOPs per token at a length over those at 4K: (6h + s2) / (6h + s1).
+    """Return the ratio of FLOPs per token at a length s2 to those at s1 = 4K.
+
+    With all scores it is (6h + s2) / (6h + s1), with h channels.
 
     Args:
-        share: share of the scores that is counted.
+        share: share of the attention scores that is counted.
     """
     return (6 * hidden + share * long) / (6 * hidden + share * SHORT)
 
 
 def flops() -> list[TableRow]:
-    """Return the FLOPs of a data set over those at 4K, by model and length (figure 5)."""
+    """Return the FLOPs of training on a data set, relative to those at 4K (figure 5).
+
+    There is a row for each model and length.
+    """
     table = []
     for model, hidden in RATIOS.items():
         for multiple in (8, 32, 256, 3072, 25600):
@@ -126,8 +133,8 @@ DEVICES = {
     "TPUv4-1024": ("TPU v4", 512),
     "TPUv5e-256": ("TPU v5e", 128),
 }
-"""The device and its number. For TPUs the number is the factor between the paper's last two
-columns: chips have two cores."""
+"""Device and number of devices, keyed by the table's hardware. For TPUs, the number is the ratio of
+the paper's last two columns, since a chip has two cores."""
 MODELS = {"3B": "striped_3b", "7B": "llama2_7b", "13B": "llama2_13b", "30B": "llama2_13b"}
 COLUMNS = ("vanilla", "memory_efficient_attention", "blockwise_attention_and_ffn", "ring_attention")
 
@@ -149,10 +156,11 @@ def model(size: str) -> StepShape:
 
 
 def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
-    """Return the bytes of a device: one sequence on all by Ring Attention, one on each otherwise.
+    """Return a device's peak memory in training, in bytes.
 
-    All weights are sharded over all devices and every layer is recomputed from its input (FSDP and
-    full checkpointing, section 4). Vanilla attention holds its scores twice, before and after the
+    Ring Attention has one sequence on all devices; the other ways have one on each. All weights are
+    sharded over all devices, and every layer is recomputed from its input (FSDP and full
+    checkpointing, section 4). Vanilla attention holds its scores twice, before and after the
     softmax.
 
     Args:
@@ -171,7 +179,7 @@ def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
 
 
 def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
-    """Return the longest power of two of tokens that fits by ``needed``; 0 if not even 1,024 do."""
+    """Return the largest power of two of tokens that fits, as ``needed`` says; 0 below 1,024."""
     tokens = 0
     while needed(model(size), way, devices, max(K, 2 * tokens)) <= memory_gb * 1e9:
         tokens = max(K, 2 * tokens)
@@ -197,14 +205,15 @@ def max_context() -> Iterator[TableRow]:
 
 
 STEP = 1000 * 4
-"""Tokens of a trajectory: 1,000 steps of a return, a state, an action and a reward."""
+"""Number of tokens of a trajectory: 1,000 steps of a return, a state, an action and a reward."""
 AGENTS = {
     "AT + ME 32": COLUMNS[1],
     "AT + BPT 32": COLUMNS[2],
     "AT + BPT 128": COLUMNS[2],
     "AT + RA 128": COLUMNS[3],
 }
-"""Columns of table 5 whose model reads several trajectories, with their columns of table 3."""
+"""Columns of table 5 whose model reads several trajectories, each with the column of table 3 that
+has its kind of attention."""
 AGENT_FLAGS = """
     --model-type gpt --position-embedding-type rope --num-layers 24 --hidden-size 1024
     --num-attention-heads 16 --vocab-size 512 --mock-data --device cpu --no-bf16
@@ -213,11 +222,11 @@ AGENT_FLAGS = """
 """GPT-2 medium's shape without its vocabulary, for the paper's 350M parameters."""
 AGENT_DEVICES = 8
 GPUS_GB = (16, 24, 40, 80)
-"""Memory sizes of GPUs."""
+"""Memory sizes of common GPUs in 10^9 bytes, among which to find the smallest that fits."""
 
 
 def agent(column: str) -> tuple[float, float]:
-    """Return the predicted seconds of a step of a column of table 5, and 10^9 bytes of a device."""
+    """Return a step's predicted seconds, and a device's 10^9 bytes, for a column of table 5."""
     tokens = int(column.split()[-1]) * STEP
     ring = AGENTS[column] == COLUMNS[3]
     context_size = AGENT_DEVICES if ring else 1

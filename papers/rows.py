@@ -1,8 +1,8 @@
-"""Tables row by row: published, predicted and measured, as text, CSV and a picture.
+"""Tables of published, predicted and measured figures, as text, CSV and pictures.
 
 A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls
-``main``. A file of results in the tree stays as it is while the program gives the same figures, so
-that its last column names the commit that first made them.
+``main``. A results file is only rewritten if its figures change, so its last column names the
+commit that first produced them.
 """
 
 import csv
@@ -27,14 +27,14 @@ FOLDER = Path(__file__).parent
 
 
 def published(name: str) -> list[dict[str, str]]:
-    """Read the rows of a paper's table, tables/NAME.csv, by column name."""
+    """Read the rows of a paper's table, tables/NAME.csv, keyed by column name."""
     with (FOLDER / "tables" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table of a paper: its entry in tables/sheets.toml, and the function of its rows."""
+    """A table of a paper: its entry in tables/sheets.toml, and the function that makes its rows."""
 
     name: str
     title: str
@@ -42,23 +42,24 @@ class Sheet:
     about: str
     needs: str = ""
     measures: bool = False
-    """True if ``rows`` takes ``measured``, and this machine measures then."""
+    """True if this machine can measure the table; ``rows`` then has the argument ``measured``."""
     writes: bool = True
     curves: Mapping[str, Any] | None = None
-    """A picture in the paper's form."""
+    """Columns and labels of the table's picture, for ``pictures.draw``; None if it has no picture.
+    """
     rows: Callable[..., Iterable[TableRow]]
     summary: Callable[[Sequence[TableRow]], str] | None = None
-    """Returns a line below the table."""
+    """Returns a line to print below the table."""
 
 
 TableFunctions = Mapping[str, Callable[..., Iterable[TableRow]]]
-"""Functions that make the rows of each table, by its name."""
+"""Functions that make the rows of a table, keyed by the table's name."""
 
 
 def sheets_of(
     paper: str, functions: TableFunctions, **summaries: Callable[[Sequence[TableRow]], str]
 ) -> tuple[str, dict[str, Sheet]]:
-    """Return the reference of a paper, and its tables by name."""
+    """Return the bibliographic reference of a paper, and its tables keyed by name."""
     text = (FOLDER / "tables/sheets.toml").read_text(encoding="utf-8")
     described = tomllib.loads(text)[paper]
     sheets = {}
@@ -68,7 +69,7 @@ def sheets_of(
 
 
 def stamp() -> dict[str, str]:
-    """Return the date, and the commit with a note if anything but results differs from it."""
+    """Return the date and the commit, with a note if files other than results have changed."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit_of(ROOT, ".", ":(exclude)*/results/*"),
@@ -76,7 +77,7 @@ def stamp() -> dict[str, str]:
 
 
 def _text(head: str, value: Any) -> str:
-    """Return a cell as text: four digits, and percent for a difference."""
+    """Return a cell as text: a number with four digits, a difference in percent."""
     if value is None:
         return ""
     if head.startswith("difference"):
@@ -87,11 +88,11 @@ def _text(head: str, value: Any) -> str:
 
 
 def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
-    """Write a table's files, and print which commit made those of before.
+    """Write a table's files, and print which commit made the previous ones.
 
-    Equal files stay as they are, with their commit. So do files with measured figures that the new
-    rows lack: a measurement takes minutes or another machine, and a prediction alone must not
-    replace it.
+    A file with the same figures stays as it is, with its commit. So does a file with measured
+    figures that the new rows lack: a measurement takes minutes or another machine, so a prediction
+    alone must not replace it.
     """
     table = base.with_suffix(".csv")
     picture = base.with_suffix(".png")
@@ -107,11 +108,11 @@ def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
             message = "equal, kept"
         elif not measured_cells(old) <= measured_cells(new):
             message = (
-                "measured figures that are missing now, kept; --measure gives them, or "
-                "remove the file"
+                "kept, since the new rows lack its measured figures; measure them with --measure, "
+                "or remove the file"
             )
         print(
-            f"{table} was made by {old_maker}: {message or 'other figures now, written anew'}",
+            f"{table} was made by {old_maker}: {message or 'written anew, since figures differ'}",
             file=sys.stderr,
         )
         if message:
@@ -136,20 +137,20 @@ def main(
     """Run the command of a paper: print its tables, and write them if --results is given.
 
     Args:
-        paper: the module's name, and its section of tables/sheets.toml.
-        functions: make the rows of each table.
-        summaries: return a line below a table, by the table's name.
+        paper: name of the paper's module, and of its section in tables/sheets.toml.
+        functions: the functions that make each table's rows.
+        summaries: functions that return a line to print below a table, keyed by its name.
 
-    Returns 1 after an error.
+    An error is printed as one line, and the exit status is then 1.
     """
     source, sheets = sheets_of(paper, functions, **summaries)
     parser = parser_for(f"python -m papers.{paper}", description)
     parser.add_argument("--table", choices=list(sheets), help="one of %(choices)s (default: all)")
     parser.add_argument(
-        "--measure", action="store_true", help="also measure here what this machine can"
+        "--measure", action="store_true", help="also measure the tables that this machine can"
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there"
+        "--results", type=Path, metavar="FOLDER", help="also write CSV files and pictures there"
     )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -167,9 +168,9 @@ def main(
 
 
 def _rows_of(sheet: Sheet, *, measure: bool) -> list[TableRow]:
-    """Make the rows of a table, measured if this machine can.
+    """Make the rows of a table; with ``measure``, measure them too if this machine can.
 
-    If it cannot, the reason is printed and the figures are predicted alone.
+    If it cannot, the reason is printed, and the rows have no measured figures.
     """
     if measure and not sheet.measures:
         print(
@@ -203,7 +204,7 @@ def text_of(sheet: Sheet, rows: Sequence[TableRow], source: str, command: str) -
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in prose]
 
-    # The words of a column's name stand below each other, the last ones on the same line.
+    # A column's name is wrapped to its longest word, and all names end on the same line.
     wrapped = [wrap(name, max(map(len, name.split()))) for name in head]
     height = max(map(len, wrapped))
     padded = [[""] * (height - len(lines)) + lines for lines in wrapped]

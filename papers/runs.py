@@ -1,7 +1,7 @@
-"""Runs of a table that is trained here.
+"""Save the runs of a table whose figures come from training on this machine.
 
-Each run is written to the file of results when it ends, so that a killed table resumes with the
-next one; a table takes up to an hour on a CPU.
+A table takes up to an hour on a CPU. Each run is written to the results file when it ends, so an
+interrupted table resumes with the next run.
 """
 
 import sys
@@ -16,12 +16,12 @@ from runtime.machine import commit_of, describe, stamp
 from tools.common.report import read_records, write_records
 
 Result = dict[str, Any]
-"""The settings, the machine of the first runs, and each finished run's figures by name, with its
-date and commit."""
+"""Contents of a results file: the settings, the machine of the first run, and, keyed by name, each
+finished run's figures, date and commit."""
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line for options by their names."""
+    """Return options, keyed by name, as the words of a command line."""
     words = []
     for name, value in options.items():
         words += [f"--{name}", str(value)]
@@ -29,25 +29,26 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def commit_note(commit: str) -> str:
-    """Return the words for a run's commit, with a warning if it is not this one."""
+    """Return text that names a run's commit, with a warning if it is not the current one."""
     if commit == commit_of().removesuffix(" with changes"):
         return f"commit {commit}"
     return f"commit {commit}, ANOTHER COMMIT than this one"
 
 
 def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
-    """Read a file of results; no runs if it does not exist.
+    """Read a results file; if it does not exist, return a result without runs.
 
-    Raises UserError: it has no settings of runs, or others than the given ``settings``.
+    Raises UserError if the file has no settings of runs, or others than the given ``settings``.
     """
     result: Result = {"runs": {}}
     if path.exists():
         result |= read_records(path)
         if "settings" not in result:
-            raise UserError(f"{path} holds no settings of runs; give another --results")
+            raise UserError(f"{path} has no settings of runs; give another --results")
     if settings is not None and result.setdefault("settings", settings) != settings:
         raise UserError(
-            f"{path} holds runs of {result['settings']}, not of {settings}; give another --results"
+            f"{path} has runs with the settings {result['settings']}, not {settings}; give another "
+            "--results"
         )
     return result
 
@@ -55,7 +56,7 @@ def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
 def keep_run(
     result: Result, path: Path, name: str, measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Measure a run, write it to ``path`` with the others, and return it."""
+    """Measure a run, save it in ``path`` with the others, and return its figures."""
     result.setdefault("machine", describe("cpu"))
     start = time.perf_counter()
     run = measure()
@@ -66,11 +67,11 @@ def keep_run(
 
 
 def run_all(main: Callable[[list[str]], int]) -> None:
-    """Run a command that keeps its runs, with its lines on stderr.
+    """Call the ``main`` of a command that saves its runs, and print its output on stderr.
 
     Raises UserError if its status is not 0.
     """
     with redirect_stdout(sys.stderr):
         status = main([])
     if status:
-        raise UserError("the runs failed; the reason stands above")
+        raise UserError("the runs failed; see the reason above")

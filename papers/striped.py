@@ -1,6 +1,7 @@
 """Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention.
 
-All 137 rows, each with the predictions of the paper's formula, of its tiles, and of the planner.
+Each of the 137 rows has three predictions: by the paper's formula, by the formula if tiles are only
+computed whole, and by the planner.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from planner.step_shape import Arrangement, StepShape
 from tools.common.arguments import run_command
 
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}
-"""Queries and keys of a tile; tiles are computed completely or not at all (section 3.2)."""
+"""Numbers of queries and keys per tile, keyed by device; a tile is computed whole or not at all
+(section 3.2)."""
 CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU v4"}
 
 
@@ -27,14 +29,15 @@ def model(size: str) -> StepShape:
 
 
 def speedup(work: StepShape, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
-    """Return the time of Ring over that of Striped Attention, if all sending is hidden.
+    """Return the ratio of Ring Attention's time to Striped Attention's, if all sends are hidden.
 
-    Ring computes every block but its causal one in full; Striped computes the causal share of all.
+    Ring Attention computes all blocks in full, except for a causal one. Striped Attention computes
+    only the causal share of every block.
 
     Args:
-        block: tokens of a rank.
-        double: attention's operations take twice as long as others (TF32 beside bfloat16, on the
-            A100).
+        block: number of tokens per rank.
+        double: True if attention's operations take twice as long as others (on the A100, they are
+            in TF32, and the others in bfloat16).
         computed: share of a causal block that is computed; half gives the theoretical maximum.
     """
     layer = 2 * (4 * work.hidden**2 + 2 * work.hidden * work.ffn)
@@ -46,7 +49,7 @@ def speedup(work: StepShape, ranks: int, block: int, double: bool, computed: flo
 
 
 def computed_share(block: int, tile: tuple[int, int]) -> float:
-    """Return the share of a causal block in tiles that have at least one visible pair."""
+    """Return the share of a causal block that is computed: tiles with at least one visible pair."""
     tile_queries, tile_keys = tile
     keys = 0
     for start in range(0, block, tile_queries):
@@ -56,7 +59,7 @@ def computed_share(block: int, tile: tuple[int, int]) -> float:
 
 
 def planned(work: StepShape, cluster: Cluster, tp: int, ranks: int, tokens: int) -> float:
-    """Return the planner's speed-up of a step.
+    """Return a step's speed-up over Ring Attention as the planner predicts it.
 
     The planner counts exact causal work, sends that overlap round by round, and recomputation.
     """

@@ -7,7 +7,7 @@ Volumes, memory, gains over Ring Attention, and supported lengths.
     python -m papers.wallfacer --table links --measure    # training steps on emulated links
 
 The paper's clusters have fast links between the 16 or 8 GPUs of a node, and slow ones between
-nodes; papers/links.py emulates them.
+nodes; papers/links.py emulates such clusters.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,9 +36,11 @@ RANKS = 8
 TOKENS = 1024
 HEADS = 4
 WIDTH = 32
-"""Sizes of the measurement: processes, tokens, heads and their channels; in bfloat16."""
+"""Sizes of the case in which bytes are counted, from RANKS to WIDTH: processes, tokens, heads, and
+channels per head. It runs in bfloat16."""
 EXAMPLE = {"tokens": 65536, "hidden": 6656, "ranks": 64, "team": 4}
-"""LLaMA 30B of section 3.2.2, with 64 layers."""
+"""Sizes of section 3.2.2's worked example, LLaMA 30B with 64 layers; ``team`` is C, the number of
+ranks in a team."""
 EXAMPLE_HEADS = 52
 EXAMPLE_WIDTH = 128
 
@@ -46,8 +48,8 @@ EXAMPLE_WIDTH = 128
 def volumes_of(tokens: int, hidden: int, ranks: int, team: int) -> tuple[float, float]:
     """Return a rank's point-to-point and collective bytes in a bfloat16 forward pass.
 
-    Equations 2 to 4. Keys and values go around a ring of teams, which is shorter the larger the
-    teams are; within a team, queries, keys, values and outputs are gathered and scattered.
+    This is equations 2 to 4. Keys and values go around a ring of teams, which gets shorter as teams
+    get larger; within a team, queries, keys, values and outputs are gathered and scattered.
     """
     point_to_point = 2 * 2 * tokens * hidden / team
     collective = 2 * 4 * tokens * hidden * (team - 1) / ranks
@@ -55,9 +57,9 @@ def volumes_of(tokens: int, hidden: int, ranks: int, team: int) -> tuple[float, 
 
 
 def planned(plan: Plan, heads: int, width: int) -> tuple[int, int]:
-    """Return the bytes that rank 1 sends by our plan, as point-to-point and collective.
+    """Return the point-to-point and collective bytes that rank 1 sends by Longmesh's plan.
 
-    For a bfloat16 forward with heads of ``width`` channels.
+    The bytes are those of a bfloat16 forward pass with heads of ``width`` channels.
     """
     forward = plan.cost(
         1, batch=1, heads=heads, kv_heads=heads, head_dim=width, element_size=2
@@ -68,10 +70,10 @@ def planned(plan: Plan, heads: int, width: int) -> tuple[int, int]:
 def count(
     rank: int, world_size: int, cases: Iterable[tuple[str, dict[str, Any], bool]]
 ) -> list[tuple[int, int]]:
-    """Return the bytes that this rank sends in each case's forward pass, as ``planned`` does.
+    """Return the bytes that this rank sends in each case's forward pass, in ``planned``'s form.
 
     Args:
-        cases: of a method, its options, and if attention is linear.
+        cases: each has a method, its options, and True if attention is linear.
     """
     sent = []
     for method, options, linear in cases:
@@ -94,7 +96,7 @@ def here(ranks: int) -> str:
 def volumes(measured: bool = False) -> list[TableRow]:
     """Return the volumes of the worked example in GiB, and the bytes that 8 processes send.
 
-    The processes run a smaller case, with teams of 2 for the paper's 4.
+    The processes run a smaller case, with teams of 2 instead of the paper's 4.
     """
     hardware = "any"
     counts: list[tuple[int, int]] = []
@@ -131,9 +133,10 @@ def volumes(measured: bool = False) -> list[TableRow]:
 
 
 def memory() -> list[TableRow]:
-    """Return the peak of activations in BNH/P for 64 layers (equations 6 and 7).
+    """Return the peak memory of activations for 64 layers, in units of BNH/P (equations 6 and 7).
 
-    That is 65 checkpoints, and 3 tensors of a team, each ``team`` times a rank's.
+    It consists of 65 checkpoints, and of 3 tensors of a whole team, each ``team`` times as large as
+    a rank's.
     """
     table = []
     for team, peak in ((1, 68), (4, 77)):
@@ -143,7 +146,7 @@ def memory() -> list[TableRow]:
 
 @lru_cache
 def model(name: str) -> tuple[StepShape, bool]:
-    """Return a bfloat16 step of a model of table 3, and whether the model is causal.
+    """Return the work of a bfloat16 step of a model of table 3, and True if it is causal.
 
     The paper does not state GPT's vocabulary; GPT-2's is used.
     """
@@ -175,12 +178,13 @@ def model(name: str) -> tuple[StepShape, bool]:
 
 
 def seconds(work: StepShape, plan: Plan, cluster: Cluster, hidden: bool) -> float:
-    """Return the time of a step with ZeRO-2 and checkpoints behind the attention.
+    """Return the seconds of a step with ZeRO-2 and checkpoints after the attention.
 
-    Without overlap it is the sum of two predictions: one with free links, one with free computing.
+    Without overlap, they are the sum of two predictions: one with free links, one with free
+    computing.
 
     Args:
-        hidden: sends overlap with computing; else their times are added.
+        hidden: True if sends overlap with computing; otherwise the times of both are added.
     """
     arranged = Arrangement(strategy="zero2", recompute="attention_boundary", loss_chunk=2048)
     if hidden:
@@ -220,7 +224,8 @@ def gain(name: str, cluster: Cluster, ranks: int, tokens: int, hidden: bool) -> 
 
 
 BEST = {"wallfacer_a100_16": 2, "wallfacer_a100_8": 4}
-"""The best C by cluster of section 4.1, which does not name one for the H100 cluster."""
+"""Best team size (C) in section 4.1, keyed by cluster; the section states none for the H100
+cluster."""
 SETTINGS = [
     (name, model, 32, length)
     for name in BEST
@@ -236,7 +241,7 @@ STATED = {("wallfacer_h100", 64): 60.71}
 
 
 def gains() -> Iterator[TableRow]:
-    """Yield the predicted best team and its gain by setting."""
+    """Yield the predicted best team and its gain for each setting."""
     for name, work, ranks, length in SETTINGS:
         cluster = load_cluster(CLUSTERS / f"{name}.toml")
         team, percent = gain(work, cluster, ranks, length * K, hidden=False)
@@ -258,9 +263,9 @@ def gains() -> Iterator[TableRow]:
 
 
 def supported() -> Iterator[TableRow]:
-    """Yield the rows of supported lengths: if each fits 8 A100 of 80 GB.
+    """Yield the rows of supported lengths: whether each fits 8 A100 of 80 GB.
 
-    In bfloat16 with ZeRO-2, and checkpoints behind the attention.
+    Training is in bfloat16 with ZeRO-2, and checkpoints after the attention.
     """
     arranged = Arrangement(
         strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048

@@ -17,7 +17,7 @@ class ParallelSections(Protocol):
 
     @property
     def model(self) -> Any:
-        """Configuration of the model, with ``num_layers``."""
+        """Configuration of the model; only its ``num_layers`` is read here."""
 
     @property
     def pipeline(self) -> PipelineConfig: ...
@@ -30,11 +30,11 @@ class ParallelSections(Protocol):
 
     @property
     def float8(self) -> Any:
-        """Configuration of float8, which converts layers with ``convert(layers)``."""
+        """Configuration of float8; its ``convert(layers)`` replaces the layers' matmuls."""
 
     @property
     def train(self) -> Any:
-        """Configuration of training, with ``bf16`` and ``compile``."""
+        """Configuration of training; only its ``bf16`` and ``compile`` are read here."""
 
 
 def parallelize(
@@ -73,17 +73,18 @@ def parallelize(
         # modules, and the steps below see a layer's inputs and outputs as they are on this rank.
         split_model(module, mesh.tp)
 
-        # Comes before compilation, which should see the rounded products.
+        # Comes before compilation, so that the compiled graphs contain the float8 matmuls.
         config.float8.convert(module.layers)
 
-        # Comes inside recomputation, which then runs a compiled layer again as a whole.
+        # Comes before recomputation, which then runs the whole compiled layer again.
         if config.train.compile:
             compile_layers(module.layers)
 
-        # Comes inside FSDP, whose hooks gather a layer's weights before its backward recomputes it.
+        # Comes before FSDP, so that FSDP's hooks gather a layer's weights before the backward pass
+        # recomputes the layer.
         recompute_layers(module.layers, config.recompute)
 
-        # FSDP last: the gathering of the weights is neither compiled nor recomputed.
+        # FSDP comes last, so gathering the weights is neither compiled nor recomputed.
         shard_model(
             module,
             module.layers,
@@ -105,12 +106,12 @@ def compile_layers(layers: Sequence[Any]) -> None:
     import torch._functorch.config
     import torch._inductor.config
 
-    # A graph that another rank has compiled and cached refers to that rank's process groups.
+    # Do not cache graphs: one that another rank compiled refers to that rank's process groups.
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fx_graph_cache = False
 
-    # Layers differ in constants, such as decays: each may need graphs of its own, with and without
-    # gradients.
+    # All layers share one limit, since they run the same code. But they differ in constants, such
+    # as decays, so each may need its own graphs, with and without gradients.
     torch._dynamo.config.recompile_limit = 8 + 4 * len(layers)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in layers:

@@ -26,12 +26,14 @@ Nine families of tiny models in float32 and bfloat16 reached a factor of 2.3; wr
 windows or documents gave 25 and more, unless bfloat16 hid them.
 """
 ROUNDINGS = 1e3
-"""Number of roundings up to which an error is always accepted in float32 and float64, since the
-result of one process may be exact by chance, and its error is then no yardstick.
+"""Size of an error, in roundings, that is always accepted in float32 and float64. One process may
+be exact by chance, and then its error is no yardstick for the error of the ranks.
 """
 MIN_SCALE = 1e-6
-"""Minimum scale of a gradient, relative to the largest element of all gradients: the gradient of a
-key's bias may consist of rounding errors only.
+"""Minimum divisor of a gradient's error, as a fraction of the largest element of all gradients.
+
+Errors are divided by the gradient's own largest element, but a key bias's gradient may be nothing
+but rounding errors.
 """
 
 LossTerm: TypeAlias = Callable[[nn.Module], Tensor]
@@ -58,7 +60,10 @@ class Float64Mode(TorchFunctionMode):
 
 
 class ModuleErrors(NamedTuple):
-    """A module's gradient errors against float64: largest error divided by largest element."""
+    """Errors of a module's gradients against float64: largest error divided by largest element.
+
+    ``ranks`` is the error of the sharded model, ``one_process`` that of the model by itself.
+    """
 
     module: str
     parameters: int
@@ -67,7 +72,7 @@ class ModuleErrors(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Losses, and one row of errors per module; equal on every rank."""
+    """Result of a check: three losses, and one row of errors per module; equal on every rank."""
 
     sharded: float
     one_process: float
@@ -79,8 +84,8 @@ class Report(NamedTuple):
     def times(self, row: ModuleErrors) -> float:
         """Return the ratio of the ranks' error to one process's error for a module.
 
-        The error of one process is its error in this module, or in the median module if that is
-        larger: a single module may be exact by chance.
+        The error of one process is its error in this module or, if larger, in the median module,
+        because in a single module it may be exact by chance.
         """
         typical_error = median(other.one_process for other in self.rows)
         return row.ranks / max(row.one_process, typical_error, self.rounding)
@@ -191,7 +196,7 @@ def compare_losses(
 
 
 def _check_comparable(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise UserError if the model has no gradients, or no copy in float64 in one process."""
+    """Raise UserError if the model has no gradients, or one process cannot copy it in float64."""
     if not parameters:
         raise UserError(
             "no parameter of the model is trained, so there are no gradients to compare; call "
@@ -261,7 +266,7 @@ def _rows_by_module(
 
     rows = []
     for module, module_errors in errors_of.items():
-        # tensor.amax is used since Python's max() drops NaN
+        # Use tensor.amax, since Python's max() drops NaN.
         ranks, one_process, _ = torch.tensor(module_errors, dtype=torch.float64).amax(0).tolist()
         rows.append(ModuleErrors(module, counts[module], ranks, one_process))
     return rows

@@ -1,7 +1,7 @@
 """Shard weights, gradients and optimizer state over dp x cp (FSDP2), and run micro-batches.
 
-`Runner` is for a model that one rank holds whole, without a pipeline; pipeline/schedule.py runs
-micro-batches through stages.
+`Runner` is for a model without pipeline stages; parallel/pipeline/schedule.py has the runner for
+stages.
 
 FSDP and DTensor are imported inside functions: their import takes a second, and a command line that
 is refused should not wait for it.
@@ -41,9 +41,9 @@ class DataParallelConfig:
     backward pass), the optimizer's state (zero1), the gradients too (zero2), or the weights as well
     (zero3, also called fsdp)."""
     num_distributed_optimizer_instances: int = 1
-    """Number of copies of the state that zero1, zero2 or zero3 shard: each copy is sharded over
-    consecutive data- and context-parallel ranks, such as those of one node, and gradients are
-    summed over the copies."""
+    """Number of copies of the state that zero1, zero2 or zero3 shards. Each copy is sharded over
+    consecutive data- and context-parallel ranks, such as those of one node; gradients are summed
+    over the copies."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_distributed_optimizer_instances")
@@ -64,11 +64,11 @@ class DataParallelConfig:
 
 
 def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
-    """Return the mesh for ``shard_model``, given the mesh of all ranks that share a model.
+    """Return the mesh over which ``shard_model`` shards, given the mesh of dp x cp.
 
-    Collective. With N > 1 copies of the state the result is [N, ranks per copy]; for
-    ``legacy_ddp`` it is only this rank. With tensor parallelism the one-dimensional ``mesh`` must
-    belong to a larger mesh that also has the dimension tp.
+    Collective. With N > 1 copies of the state the result has the shape [N, ranks per copy]; for
+    ``legacy_ddp`` it contains only this rank. With tensor parallelism, the one-dimensional ``mesh``
+    must belong to a larger mesh that also has the dimension tp.
     """
     copies = config.num_distributed_optimizer_instances
     if config.strategy == "legacy_ddp":
@@ -78,7 +78,7 @@ def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
 
     copies_mesh = mesh._unflatten(0, (copies, mesh.size() // copies), ("copies", "shards"))
     if dist.get_backend(mesh.get_group()) != dist.Backend.FAKE:
-        # New groups do not inherit the timeout, so set it.
+        # New groups do not inherit the timeout of the old group, so set it.
         backend = mesh.get_group()._get_backend(torch.device(mesh.device_type))
         for group in copies_mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
@@ -132,8 +132,8 @@ def shard_model(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
     )
     if strategy in ("ddp", "legacy_ddp"):
-        # With legacy_ddp torch sees a mesh of a single rank: it casts and accumulates
-        # micro-batches, but sends nothing.
+        # With legacy_ddp torch sees a mesh of a single rank, so it casts weights and accumulates
+        # gradients, but sends nothing.
         if strategy == "legacy_ddp" and mesh.size() > 1:
             raise ValueError(
                 f"strategy is legacy_ddp, but the mesh has {mesh.size()} ranks instead of 1; pass "
@@ -166,7 +166,8 @@ def shard_model(
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+            # Otherwise FSDP would ask for a premultiplied sum, which gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if prefetch and strategy not in ("ddp", "legacy_ddp"):
         for module, next_layer in pairwise([model, *layers]):
@@ -178,8 +179,9 @@ def shard_model(
 def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf | None) -> None:
     """Allocate and initialize the local shards of a model on the meta device.
 
-    torch's own initialization would draw the same numbers for every shard, so that the weights
-    would depend on the mesh. Without ``weight_of`` the memory stays uninitialized.
+    The values come from ``weight_of``, because torch's own initialization would draw the same
+    numbers for every shard, and the weights would depend on the mesh. Without ``weight_of`` the
+    memory stays uninitialized.
     """
     model.to_empty(device=device)
     if weight_of is None:
@@ -206,8 +208,8 @@ def to_local(x: Tensor) -> Tensor:
 def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
     """Return this rank's shard of a parameter, and the slices that it covers; no communication.
 
-    If tensor parallelism and FSDP shard the same dimension, tensor parallelism (the last dimension
-    of the mesh) sharded it first.
+    If tensor parallelism and FSDP shard the same dimension, tensor parallelism sharded it first.
+    So the dimensions of the mesh, of which tp is the last, are applied in reverse order.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -229,10 +231,11 @@ def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
 
 
 def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
-    """Prepare the next backward pass; ``last`` marks that of the step's last micro-batch.
+    """Prepare the next backward pass; ``last`` is True for the step's last micro-batch.
 
-    Call it before each backward pass. Before the last one, only ``zero2`` and ``zero3`` reduce
-    gradients (within a copy of the state), and all strategies but ``zero3`` keep gathered weights.
+    Call it before each backward pass. In the passes before the last one, only ``zero2`` and
+    ``zero3`` reduce gradients (within a copy of the state), and every strategy except ``zero3``
+    keeps gathered weights.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -301,9 +304,10 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
 
 
 def untracked_replicas(mesh: DeviceMesh, strategy: Strategy) -> int:
-    """Return the number of ranks with copies of each gradient that its DTensor does not record.
+    """Return how many ranks hold the same gradient without its DTensor recording it.
 
-    The number is 1 if there are no such copies. ``gradient_norm`` would count each of them.
+    The number is 1 if there are no such copies. ``gradient_norm`` needs it, because it would
+    otherwise count every copy.
     """
     return mesh.size() if strategy == "legacy_ddp" else 1
 
@@ -314,12 +318,12 @@ LossSum = Callable[[nn.Module, MicroBatch], Tensor]
 """Function that maps a micro-batch to hidden states or, in the last stage, to the sum of its
 losses.
 
-After the first stage, the batch holds hidden states in place of that stage's input.
+In a later pipeline stage, the micro-batch has hidden states in place of the first stage's input.
 """
 
 
 class Runner:
-    """Runs a step's micro-batches through a model that one rank holds whole."""
+    """Runs a step's micro-batches through a model without pipeline stages."""
 
     def __init__(self, parts: Sequence[nn.Module], loss_sum: LossSum, strategy: Strategy) -> None:
         self.parts = parts
@@ -327,16 +331,16 @@ class Runner:
         self.strategy = strategy
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters, keyed by name, without tied copies that others count."""
+        """Return the parameters that this rank counts in norms and totals, keyed by name."""
         parameters: dict[str, nn.Parameter] = {}
         for part in self.parts:
             parameters.update(part.named_parameters())
         return parameters
 
     def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
-        """Accumulate gradients of the summed loss / ``valid``; return this rank's share of it.
+        """Accumulate the gradients of the summed loss / ``valid``; return this rank's share of it.
 
-        The share is float64, so that summing over micro-batches and ranks adds no rounding.
+        The loss is float64, so that summing over micro-batches and ranks adds no rounding.
         """
         (model,) = self.parts
         losses = []

@@ -29,17 +29,17 @@ SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_
 
 
 GPU_ENVIRONMENT = {
-    # With the default of 8 connections, two streams may share one, and a transfer then waits for a
+    # With the default of 8 connections, two streams may share one, so a transfer may wait for a
     # matmul.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # The few blocks of a transfer are scheduled before the next blocks of a matmul.
+    # A transfer has few blocks; with high priority they run before the next blocks of a matmul.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     # With segments of fixed sizes, memory would fragment if sequence lengths change.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Environment variables for CUDA, NCCL and torch's allocator, set unless the user has set them."""
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-"""Folder in which NVIDIA's driver has an entry for each GPU of the machine."""
+"""Folder in which NVIDIA's driver has an entry for each GPU, even if torch cannot use it."""
 
 
 def check_cuda() -> None:
@@ -49,18 +49,18 @@ def check_cuda() -> None:
     built = f"torch {torch.__version__} on {socket.gethostname()}"
     if torch.version.cuda is None and torch.version.hip is None:
         reason = (
-            f"{built} is built for CPUs: run make venv TORCH=torch==2.13.0 to install PyTorch's "
+            f"{built} is built for CPUs: run `make venv TORCH=torch==2.13.0` to install PyTorch's "
             "build for GPUs"
         )
     else:
-        reason = f"{built} is built for GPUs: check nvidia-smi and CUDA_VISIBLE_DEVICES there"
+        reason = f"{built} is built for GPUs: run nvidia-smi and check CUDA_VISIBLE_DEVICES there"
     raise MeshError(
         f"device is cuda, but torch finds no CUDA device; use --device cpu or auto ({reason})"
     )
 
 
 def idle_gpus(config: "MeshConfig") -> str:
-    """Return a warning if ``device`` auto ignores GPUs that torch cannot use, or else ""."""
+    """Return a warning if ``device`` is "auto" and torch cannot use the machine's GPUs, else ""."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if config.device != "auto" or config.device_type == "cuda" or hidden:
         return ""
@@ -68,34 +68,38 @@ def idle_gpus(config: "MeshConfig") -> str:
     if not allocated and not any(NVIDIA_GPUS.glob("*")):
         return ""
     return (
-        f"WARNING: device is auto and takes the CPU, but {socket.gethostname()} has GPUs that "
-        f"torch {torch.__version__} does not find; use --device cuda to see why, or --device cpu "
-        "to silence this warning"
+        f"WARNING: device auto selects the CPU, but {socket.gethostname()} has GPUs that torch "
+        f"{torch.__version__} does not find; use --device cuda to see why, or --device cpu to "
+        "silence this warning"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh: pipeline (pp) x data (dp, the rest) x context (cp) x tensor parallel."""
+    """Sizes of the mesh of processes: pipeline (pp) x data (dp) x context (cp) x tensor (tp).
+
+    dp has no setting: it is the number of processes divided by the other three sizes.
+    """
 
     tensor_model_parallel_size: int = 1
-    """Number of processes that share each layer's matrices, the vocabulary and, between the
-    matrices, the tokens.
+    """Number of processes that split each layer's matrices and the vocabulary among themselves;
+    between the matrices, they split the tokens instead.
     """
     pipeline_model_parallel_size: int = 1
     """Number of processes among which the layers are divided."""
     context_parallel_size: int = 1
     """Number of processes that share each sequence."""
     balance_over: Literal["cp", "dp_cp"] = "cp"
-    """Processes over which the tokens of packed documents are balanced: the context-parallel ones,
-    for each micro-batch (cp), or the data-parallel ones too, which then share one micro-batch
-    (dp_cp; needs reset_attention_mask or pack_samples)."""
+    """Processes over which the tokens of packed documents are balanced. cp balances each
+    micro-batch over its context-parallel processes; dp_cp also balances over the data-parallel
+    processes, which then share one micro-batch (needs reset_attention_mask or pack_samples)."""
     allow_resize: bool = field(default=False, compare=False)
-    """Allow another number of processes than full_world_size: the planner chooses the sizes above
-    and micro_batch_size; the global batch and the order of the samples do not change."""
+    """Allow another number of processes than full_world_size: the planner then chooses the sizes
+    above and micro_batch_size; the global batch and the order of the samples do not change."""
     full_world_size: int | None = field(default=None, compare=False)
-    """Number of processes for which the sizes above are meant, if allow_resize is set; by default
-    the number in the run's config.toml, from its last start without allow_resize or its first."""
+    """Number of processes for which the sizes above are meant, if allow_resize is set. By default
+    it is read from the run's config.toml: the run's last start without allow_resize wrote it there
+    or, if there was none, its first start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that every process computes on; auto takes cuda if it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -118,7 +122,8 @@ class MeshConfig:
     def device_type(self) -> str:
         """Device type, ``cpu`` or ``cuda``, with ``auto`` resolved.
 
-        Sets GPU_ENVIRONMENT first: asking torch for a device starts CUDA, which reads it.
+        Sets the variables of GPU_ENVIRONMENT first, because asking torch for a device starts CUDA,
+        which reads them.
         """
         if self.device != "cpu":
             for name, value in GPU_ENVIRONMENT.items():
@@ -143,7 +148,7 @@ class MeshConfig:
         return world_size // math.prod(self.sizes)
 
     def joined(self, world_size: int) -> "MeshConfig":
-        """Return these sizes with dp merged into cp, if ``balance_over`` is dp_cp.
+        """Return these sizes, with dp merged into cp if ``balance_over`` is "dp_cp".
 
         Sizes that do not divide ``world_size`` are returned as they are.
         """
@@ -164,7 +169,7 @@ class MeshConfig:
     def backend(self) -> str:
         """Process-group backend per device type; tensors on the CPU always use gloo.
 
-        Raises MeshError: the backend is for a GPU, but torch finds none.
+        Raises MeshError if ``device`` is "cuda" but torch finds no GPU.
         """
         if self.device_type == "cpu":
             return "gloo"
@@ -179,8 +184,9 @@ class MeshConfig:
 class Mesh:
     """A run's device, and the dimensions of its device mesh.
 
-    ``dp_cp`` flattens dp and cp: its ranks hold different tokens and the same part of the model,
-    which FSDP shards over them. Along tp and pp, ranks hold different parts and the same tokens.
+    ``dp_cp`` flattens dp and cp: its ranks have different tokens but the same part of the model,
+    so FSDP shards that part over them. Along tp and pp it is the other way round: ranks have
+    different parts of the model but work on the same tokens.
     """
 
     device: torch.device
@@ -195,8 +201,9 @@ class Mesh:
 def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
     """Join the launched processes until the block ends; yield this process's device.
 
-    If the block raises, a group of several processes is not destroyed. A process group that is
-    already initialized is used, and never destroyed.
+    If the block raises, a group of several processes is not destroyed, since other processes may
+    be stuck in a collective. A process group that is already initialized is used, and never
+    destroyed.
 
     Raises:
         LaunchError: the processes cannot join (see ``runtime.launch.rendezvous.meet``).
@@ -218,8 +225,9 @@ def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
 def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     """Join the launched processes as ``joined_processes`` does, and yield their mesh.
 
-    The world size must be a multiple of pp * cp * tp. tp communicates most and is the innermost
-    dimension, then cp: their ranks are neighbours. pp communicates least and is the outermost.
+    The world size must be a multiple of pp * cp * tp. tp communicates most, so it is the innermost
+    dimension, whose ranks are neighbours; cp comes next. pp communicates least, so it is the
+    outermost.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     with joined_processes(config) as device:
@@ -248,9 +256,9 @@ def _local_gpu() -> torch.device:
         return torch.device("cuda", 0)  # for example with srun --gpus-per-task 1
     if local_rank >= gpus:
         raise MeshError(
-            f"device is cuda, but process {local_rank + 1} of a machine finds {gpus} GPUs there; "
-            f"start at most {gpus} processes per machine, or use --device cpu; if "
-            f"{socket.gethostname()} has more GPUs, check nvidia-smi there and avoid that machine"
+            f"device is cuda, but process {local_rank + 1} of a machine finds only {gpus} GPUs "
+            f"there; start at most {gpus} processes per machine, or use --device cpu; if "
+            f"{socket.gethostname()} has more GPUs, run nvidia-smi there and avoid that machine"
         )
     return torch.device("cuda", local_rank)
 

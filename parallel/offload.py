@@ -9,10 +9,10 @@ host waits for nothing; streams wait for events of each other:
   for ``out``;
 * the computation waits for ``back`` before it reads.
 
-So any two copies that touch the same memory, on the device or on the host, have the computation's
-wait between them. ``Tensor.record_stream`` would not do: memory that it marks becomes free only
-once the *host* sees that the copy is done. The host queues a forward pass far ahead of the device,
-so it would allocate new memory for every layer.
+So the computation always waits between two copies that touch the same memory, on the device or on
+the host. ``Tensor.record_stream`` would not do: memory that it marks becomes free only once the
+*host* sees that the copy is done. Since the host queues a forward pass far ahead of the device, it
+would allocate new memory for every layer.
 """
 
 import weakref
@@ -29,9 +29,9 @@ from torch import Tensor, get_device_module
 from runtime.simulation import allocates
 
 KEPT = "kept on the host"
-"""Label of host memory for activations, for a rehearsal (a simulated step)."""
+"""Label under which a rehearsal (a simulated step) counts host memory for activations."""
 MOMENTS = "moments on the host"
-"""Label of host memory for the optimizer's moments, for a rehearsal."""
+"""Label under which a rehearsal counts host memory for the optimizer's moments."""
 SLAB = 1 << 30
 """Maximum size in bytes of a slab (a host buffer for many tensors), unless a tensor needs more."""
 ALIGNED = 512
@@ -77,13 +77,14 @@ class Slabs:
     def empty(self, count: int, pinned: bool) -> Tensor:
         """Return host memory, uint8 ``[count]``.
 
-        Its storage has exactly this size: torch's distributed checkpoint would copy a view of a
-        larger storage before it writes it.
+        Its storage has exactly this size, because torch's distributed checkpoint copies a view of
+        a larger storage before writing it.
         """
         number, start = self.place(count)
         if number not in self._memory:
             if pinned and not self._memory:
-                # torch frees a slab without waiting for copies of arrays that numpy cut from it
+                # Before the slabs are freed, wait for all copies: torch does not know that copies
+                # still use the arrays that numpy cut from a slab.
                 weakref.finalize(self, torch.cuda.synchronize).atexit = False
             self._memory[number] = torch.empty(
                 self.sizes[number], dtype=torch.uint8, pin_memory=pinned
@@ -92,7 +93,7 @@ class Slabs:
 
 
 def in_slabs(counts: Iterable[int], several: int = 1) -> int:
-    """Return the total size of the slabs for tensors of these sizes, in bytes, in this order."""
+    """Return the bytes of all slabs that tensors of these sizes need, if placed in this order."""
     slabs = Slabs(several)
     for count in counts:
         slabs.place(count)
@@ -100,7 +101,7 @@ def in_slabs(counts: Iterable[int], several: int = 1) -> int:
 
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
-"""Pairs of tensors: the one to copy to, and the one to copy from."""
+"""Pairs (target, source) of tensors to copy."""
 
 
 class HostCopies:
@@ -117,16 +118,16 @@ class HostCopies:
 
     @property
     def compute(self) -> Any:
-        """CUDA stream of the computation."""
+        """Stream of the computation: the device's current stream."""
         return self._device_module.current_stream(self._device)
 
     def out(self, pairs: Pairs) -> Any:
-        """Begin copies to the host, after the computation so far; return an event after them."""
+        """Begin copies to the host, after the computation so far; return an event at their end."""
         self._out.wait_event(self.compute.record_event())
         return self._copied(self._out, pairs)
 
     def back(self, pairs: Pairs, after: Any = None) -> Any:
-        """Begin copies to the device, after an event if given; return an event after them."""
+        """Begin copies to the device, after an event if given; return an event at their end."""
         if after is not None:
             self._back.wait_event(after)
         return self._copied(self._back, pairs)
@@ -143,9 +144,10 @@ ON_DEVICE = 2
 that runs and the one before it, whose copies may still be under way. In the backward pass, they are
 the layer that runs and the next one, whose tensors are being fetched."""
 FETCH_AHEAD = 1 << 30
-"""A layer with at most this many bytes of saved tensors is fetched while the layer after it runs. A
-larger layer has so many tokens that fetching takes little time compared with its attention, and
-memory is scarce."""
+"""Maximum number of bytes of a layer's saved tensors that are fetched ahead, while the backward
+pass is still in the layer after it. A larger layer is fetched only when its own backward pass
+begins, because it has so many tokens that memory is scarce, and that fetching takes little time
+compared with its attention."""
 
 SEVERAL = 4
 """Number of tensors above 1 GiB that fit into one slab of host memory: with one tensor per slab,
@@ -154,12 +156,15 @@ nearly half of the slab may be unused.
 
 
 class Offload:
-    """Host memory, copy streams and layer order for a model, or for one pipeline stage."""
+    """Moves the tensors that a model's layers (or a pipeline stage's) save to host memory.
+
+    It owns the host memory and the copy streams, and knows the order of the layers.
+    """
 
     def __init__(self) -> None:
         self.idle: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Pinned buffers that are free, keyed by size in bytes. They are reused and never freed,
-        since pinning memory stops the device.
+        """Host buffers that no copy uses, keyed by size in bytes. They are reused and never freed,
+        since pinning new memory stops the device.
         """
         self._slabs = Slabs(SEVERAL)
         self._recent: deque[Layer] = deque()
@@ -168,7 +173,8 @@ class Offload:
     def layer(self, first: bool) -> "Layer":
         """Begin the forward pass of the next layer, or of the first one if ``first``.
 
-        A layer's copies may take until the end of the next layer's forward pass.
+        A layer's copies may take until the end of the next layer's forward pass; then the
+        computation waits for them.
         """
         previous = None if first or not self._recent else self._recent[-1]
         while len(self._recent) >= ON_DEVICE:
@@ -177,7 +183,7 @@ class Offload:
         return self._recent[-1]
 
     def copies(self, device: torch.device) -> HostCopies:
-        """Return the streams of all layers' copies."""
+        """Return the copy streams, which all layers share."""
         if self._copies is None:
             self._copies = HostCopies(device)
         return self._copies
@@ -198,15 +204,16 @@ class Layer:
     def __init__(self, offload: Offload, previous: "Layer | None") -> None:
         self._offload = offload
         self._previous = previous
-        self._saved: list[ref[OnHost]] = []  # weak: autograd holds them, and they hold this layer
+        self._saved: list[ref[OnHost]] = []  # weak: autograd owns them, and they refer to the layer
         self._bytes = 0
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> "OnHost | Tensor":
-        """Begin the copy of ``x`` to dense host memory, with the same order of dimensions.
+        """Begin copying ``x`` to dense host memory; return what ``unpack`` needs to restore it.
 
-        A single number is returned as it is: moving it would save no memory, and the seeds that
-        torch's memory-efficient attention returns are already on the host.
+        The copy has the dimensions in the same order as ``x``. A single number is returned as it
+        is: moving it would save no memory, and the seeds that torch's memory-efficient attention
+        returns are already on the host.
         """
         if x.ndim == 0 or not x.numel():
             return x
@@ -232,7 +239,7 @@ class Layer:
         return saved
 
     def fetch(self) -> None:
-        """Begin to copy the tensors that were not unpacked yet back to the device."""
+        """Begin copying all tensors that are not unpacked yet back to the device."""
         for reference in self._saved:
             saved = reference()
             if saved is not None and not saved.unpacked:
@@ -241,8 +248,8 @@ class Layer:
     def fetch_with_previous(self) -> None:
         """Fetch the tensors of this layer, and of the previous one, whose backward pass is next.
 
-        If the previous layer has more than ``FETCH_AHEAD`` bytes, its device memory is released for
-        this layer's backward pass instead.
+        If the previous layer has more than ``FETCH_AHEAD`` bytes, it is not fetched yet; its device
+        memory is released instead, so that this layer's backward pass can use it.
         """
         self.fetch()
         if self._previous is None:
@@ -276,18 +283,19 @@ class OnHost:
     offload: Offload
     device: torch.device
     compute: Any
-    """CUDA stream of the computation."""
+    """Stream of the computation."""
     buffer: Tensor
     host: Tensor
-    """Buffer that holds the tensor, viewed with its dtype, sizes and strides."""
+    """The copy in host memory: ``buffer``, viewed with the tensor's dtype, sizes and strides."""
     rebuild: Callable[[Tensor], Tensor]
     """Function that rebuilds the original tensor, such as a DTensor, from this rank's part."""
     source: Tensor | None
-    """The original tensor, until the computation has waited for its copy."""
+    """The original tensor; None once the computation has waited for the copy to the host."""
     stored: Any
-    """Event that follows the copy to the host."""
+    """Event at the end of the copy to the host."""
     fetching: tuple[Tensor, Any] | None = None
-    """The copy on the device, and the event that follows it."""
+    """While the tensor is fetched: its copy on the device, and the event at the end of that copy.
+    """
     unpacked: bool = False
 
     def release(self) -> None:
@@ -298,11 +306,11 @@ class OnHost:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Begin the copy back to the device, unless it is there or in transit."""
+        """Begin the copy back to the device, unless the tensor is there or on its way."""
         if self.source is not None or self.fetching is not None:
             return
-        # The memory belongs to the computation's stream, and is freed there, after that stream has
-        # waited for the copy.
+        # Allocate in the computation's stream, so that the memory is also freed there, after that
+        # stream has waited for the copy.
         target = torch.empty_strided(
             self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device
         )
@@ -314,7 +322,9 @@ class OnHost:
     def unpack(self) -> Tensor:
         """Return the tensor, for later operations of the computation's stream."""
         self.unpacked = True
-        if self.source is not None:  # one of the last layers, which are first in the backward pass
+        if self.source is not None:
+            # Not released yet: when the backward pass begins, the last layers' tensors are still on
+            # the device.
             source = self.source
             self.release()
             return source

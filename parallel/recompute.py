@@ -40,8 +40,8 @@ ATTENTION = frozenset(
 )
 """Operators of attention's forward pass: Longmesh's own, including the gather before the attention
 and the exchange of heads or tokens after it, and the fused kernels of torch's SDPA. The convolution
-of a delta rule is excluded: its output has all channels of all tokens, and recomputing it sends
-only a few tokens.
+of a delta rule is excluded: saving its output, with all channels of all tokens, would take much
+memory, while recomputing it sends only a few tokens.
 """
 
 
@@ -58,12 +58,12 @@ class RecomputeConfig:
     (DistFlashAttention) is everything but the attention, whose output and lse are saved; selective,
     as in Megatron-LM, is only the core attention."""
     recompute_offload: bool = False
-    """Keep saved activations in host memory between the forward and the backward pass, with full or
-    attention_boundary; for a GPU.
+    """Keep saved activations in host memory between the forward and the backward pass, to save GPU
+    memory. Needs recompute_granularity full or attention_boundary.
     """
     loss_chunk_size: int = 0
-    """Number of tokens whose logits exist at once; their gradients are computed right after them.
-    0 computes all logits and saves them.
+    """Number of tokens whose logits exist at once; the gradients of each chunk are computed right
+    after its logits. 0 computes the logits of all tokens and saves them.
     """
     ffn_chunk_size: int = 0
     """Number of tokens that go through a feed-forward layer at once (blockwise, as in Ring
@@ -126,9 +126,10 @@ def _recomputed(
     begin_layer: Callable[[], Layer] | None,
     *inputs: Any,
 ) -> Tensor:
-    """Run ``forward``; save its inputs and, with ``save_attention``, its attention's results.
+    """Run ``forward``, so that the backward pass recomputes it from its saved inputs.
 
-    With ``begin_layer`` they are saved in host memory.
+    With ``save_attention``, the results of its attention are saved too, instead of recomputed. With
+    ``begin_layer``, everything that is saved goes to host memory.
     """
     saved: deque[Any] = deque()
     pack: Callable[[Any], Any] = identity
@@ -137,11 +138,11 @@ def _recomputed(
     if begin_layer is not None:
         pack = begin_layer().pack
         unpack_saved = unpack
-        input_hooks = saved_tensors_hooks(pack, unpack_saved)  # saves the inputs of the checkpoint
+        input_hooks = saved_tensors_hooks(pack, unpack_saved)  # moves the checkpoint's inputs
 
     def save(call: Callable[[], Any]) -> Any:
         out = call()
-        # Detached, since autograd ties the tensors themselves to the graph that should be freed.
+        # Detach the results: the tensors themselves would keep the graph, which should be freed.
         saved.append(tree_map_only(Tensor, lambda x: pack(x.detach()), out))
         return out
 
@@ -149,7 +150,7 @@ def _recomputed(
         if not saved:
             raise RuntimeError(
                 "recompute_granularity attention_boundary saves each attention for one backward "
-                "pass, but this is another one; run the forward pass again"
+                "pass, but this is a second one; run the forward pass again"
             )
         return tree_map_only((Tensor, OnHost), unpack_saved, saved.popleft())
 

@@ -1,4 +1,4 @@
-"""Choose the settings that a run leaves to the planner: ``auto`` values, and resized meshes.
+"""Choose what a run leaves to the planner: ``auto`` settings, and the mesh after a resize.
 
 With ``--allow-resize`` a run that is started on another number of processes continues with the same
 global batch and samples, on a mesh chosen here.
@@ -28,21 +28,24 @@ from train.config.flags import ConfigError
 
 C = TypeVar("C", bound=CommonConfig)
 PREDICTED_ERROR = 0.10
-"""Standard deviation of the logarithm of the predicted seconds of an iteration.
+"""Standard deviation of the error of log(predicted seconds per iteration); the smaller it is, the
+more predictions weigh against profiles.
 
-Measured within a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on 2026-11-23.
+Measured on 2026-11-23 over the candidates of each setting in
+``bench/results/choices-amd-epyc-2-cores.md``.
 """
 PROFILED_ERROR = 0.036
-"""Standard deviation of the logarithm of the seconds of a few profiled iterations."""
+"""Standard deviation of the error of log(seconds per iteration) if a few iterations are profiled;
+the smaller it is, the more profiles weigh against predictions."""
 
 
 def fastest_method(
     config: CommonConfig, world_size: int, *, steps: bool = True
 ) -> tuple[ContextConfig, str]:
-    """Choose the method that is predicted to be fastest; return it with a line that reports it.
+    """Choose the context-parallel method predicted to be fastest; return it and a line for the log.
 
-    Every method and option that fits the mesh is predicted for a typical micro-batch. Memory is
-    unlimited if ``steps`` is False, which means that no training steps follow.
+    Every method and option that fits the mesh is predicted for a typical micro-batch. ``steps`` is
+    False if no training steps follow; memory then counts as unlimited.
 
     Raises:
         ConfigError: no method fits the sizes or memory.
@@ -58,7 +61,7 @@ def fastest_method(
     line = (
         f"context parallelism: {best.config.context.title}, "
         f"predicted to take {duration(best.prediction.time)} per iteration on {cluster.name}, "
-        f"the least of {len(ranking.candidates)}"
+        f"the fastest of {len(ranking.candidates)} that fit"
     )
     return with_schedule(best.config, cluster).context, line
 
@@ -66,7 +69,7 @@ def fastest_method(
 def cluster_of(config: CommonConfig) -> Cluster:
     """Return the cluster that the run names, or else the cluster of this machine.
 
-    For this machine, processes per node are those that the launcher started.
+    For this machine, the number of processes per node is the number that the launcher started.
 
     Raises:
         ClusterError: the cluster file is invalid, or no file describes this device.
@@ -100,7 +103,7 @@ def with_layout(config: C, cluster: Cluster | None = None) -> C:
         cluster = cluster or default_cluster(mesh.device_type)
     except ClusterError as error:
         raise ConfigError(
-            "hybrid_softmax_layout is auto: no file under configs/clusters is about this device "
+            "hybrid_softmax_layout is auto, but the faster layout cannot be predicted "
             f"({error}); give --hybrid-softmax-layout zigzag or contiguous"
         ) from error
     costs = layout_seconds(config, cluster)
@@ -111,7 +114,8 @@ def with_schedule(config: C, cluster: Cluster | None = None) -> C:
     """Replace the schedule ``auto`` of a delta rule's states by the one predicted to be fastest.
 
     The prediction is for ``cluster``, by default this machine. If no cluster file describes this
-    device, ``auto`` stays, and the longest document decides (linear/segments.py).
+    device, ``auto`` stays, and training then chooses by the longest document
+    (parallel/context/linear/segments.py).
     """
     context = config.context
     pp, cp, tp = config.mesh.sizes
@@ -127,19 +131,19 @@ def with_schedule(config: C, cluster: Cluster | None = None) -> C:
 
 
 method_to_read = partial(fastest_method, steps=False)
-"""Chooses the method of a model that is only evaluated or generates text."""
+"""Chooses the context-parallel method of a model that is only evaluated or generates text."""
 
 
 def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
-    """Return the configuration with the mesh predicted to be fastest, and a line that reports it.
+    """Return the configuration with the mesh predicted to be fastest, and a line for the log.
 
     The mesh is for this number of ``processes``, and the micro-batch size changes with it. The
     method and its options stay if they suit the mesh; sharding and recomputation stay unless memory
-    is short. ``entries`` is the vocabulary size of a language model's tokenizer, else None.
+    is short. ``entries`` is the vocabulary size of a language model's tokenizer, or None.
 
     Raises:
-        ConfigError: no mesh keeps global_batch_size (the message lists numbers of processes that
-            can), or none fits in memory.
+        ConfigError: no mesh keeps global_batch_size (the message lists the numbers of processes
+            that allow one), or none fits in memory.
     """
     cluster = cluster_of(config)
     complete = config if entries is None else with_vocabulary(config, entries)
@@ -154,8 +158,9 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
     if not ranking.candidates:
         raise ConfigError(
             f"allow_resize is set, but no mesh of {counted(processes, 'process')} suits the model "
-            f"and keeps the global_batch_size {config.train.global_batch_size} of the run for "
-            f"{config.mesh.full_world_size}; start {_fitting(complete, processes)} processes"
+            f"and keeps the run's global_batch_size {config.train.global_batch_size} (set for "
+            f"{config.mesh.full_world_size} processes); "
+            f"start {_fitting(complete, processes)} processes"
         )
 
     # The run's own method and options stay if they suit the new mesh.
@@ -169,13 +174,16 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
     }
     line = (
         f"predicted to take {duration(candidates[0].prediction.time)} per iteration "
-        f"on {cluster.name}, the least of {len(candidates)}"
+        f"on {cluster.name}, the fastest of {len(candidates)} that fit"
     )
     return replace(config, context=context, **sections), line
 
 
 def _keeping_method(candidates: list[Candidate], method: str) -> list[Candidate]:
-    """Return the candidates with this method; all candidates if it is auto or none has it."""
+    """Return the candidates with this method; all if it is ``auto`` or no candidate has it.
+
+    A mesh without context parallelism suits every method.
+    """
     if method == "auto":
         return candidates
     keeping = []
@@ -232,6 +240,6 @@ def combine_prediction_and_profile(
 
 
 PLANNER = Planner(method=fastest_method, settings=(with_layout, with_schedule), mesh=rearranged)
-"""The planner's choices for a training run."""
+"""Functions that choose a training run's ``auto`` settings, and its mesh after a resize."""
 READER = PLANNER._replace(method=method_to_read)
-"""The planner's choices for a model that is only evaluated or generates text."""
+"""The same functions for a model that is only evaluated or generates text."""

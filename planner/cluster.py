@@ -28,7 +28,7 @@ OPTIONAL = (
 )
 """Fields of a cluster that may be 0."""
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
-"""Kernels that can be chosen by name, keyed by the cluster file's key for their rate."""
+"""Names of kernels, keyed by the key of their rate in a cluster file, such as cudnn_fraction."""
 DELTA = 1 / 6
 """Default rate of a delta rule relative to attention's: the ratio to cuDNN measured on an H200."""
 
@@ -49,20 +49,20 @@ class Cluster:
     gpus_per_node: int
     """Number of processors, and so of ranks, per node."""
     peak_tflops: float
-    """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
+    """Dense bfloat16 rate of one processor (data sheet), in 10^12 operations per second."""
     matmul_fraction: float
-    """Fraction of ``peak_tflops`` that a layer's matrix products reach; without
-    ``memory_gb_per_s`` it includes the pointwise work between them.
+    """Fraction of ``peak_tflops`` that a layer's matmuls reach; without ``memory_gb_per_s`` it
+    includes the pointwise work between them.
     """
     attention_fraction: float
     """Fraction of ``peak_tflops`` that the attention kernel chosen by ``auto`` reaches, forward and
     backward together.
     """
     launch_us: float
-    """Fixed microseconds per attention kernel, to start it and merge its result."""
+    """Fixed time of each attention kernel, in microseconds, to start it and merge its result."""
     memory_gb: float
-    """Memory of one processor available to a run, in 10^9 bytes: torch's figure less
-    ``reserved_gb``.
+    """Memory of one processor available to a run, in 10^9 bytes: the total that torch reports,
+    less ``reserved_gb``.
     """
     inside_gb_per_s: float
     """Bandwidth from one rank to other ranks of its node."""
@@ -73,27 +73,32 @@ class Cluster:
     between_latency_us: float
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
-    """Links between nodes: the ranks of a node share one (node), or each has its own rail (rank).
-    """
+    """``node`` if a node's ranks share one link to other nodes, ``rank`` if each has its own."""
     memory_gb_per_s: float = 0.0
-    """Bandwidth of a processor's own memory by its data sheet, for the pointwise work; 0 if
-    unknown, in which case ``matmul_fraction`` includes that work.
+    """Bandwidth of a processor's own memory (data sheet), for the pointwise work; 0 if unknown, in
+    which case ``matmul_fraction`` includes that work.
     """
     exposed_share: float = 0.0
     """Share of the exchange of weights and gradients that is never hidden by computing."""
     attention_kernel: str = ""
-    """Name in ``RATED`` of the kernel that ``attention_fraction`` is about; empty if unknown."""
+    """Kernel that reaches ``attention_fraction``, a name in ``kernels.backends.RATED``; empty if
+    unknown.
+    """
     kernel_fractions: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """``attention_fraction`` of each kernel, keyed by name; a file has keys like cudnn_fraction."""
+    """Fraction of ``peak_tflops`` that each attention kernel reaches, keyed by its name; a file has
+    a key for each, such as ``cudnn_fraction``.
+    """
     delta_fraction: float = 0.0
     """Fraction of ``peak_tflops`` that the chunked gated delta rule reaches, forward and backward
     together; 0 if unknown, in which case it is assumed to be a share of ``attention_fraction``."""
     reserved_gb: float = 0.0
-    """Memory of the driver's context, CUDA's libraries and NCCL; ``memory_gb`` excludes it."""
+    """Memory that the driver, CUDA's libraries and NCCL take, in 10^9 bytes; ``memory_gb`` excludes
+    it.
+    """
     masked_share: float = 0.0
     """Share of a causal tile's masked pairs that the kernel computes although they are masked."""
     posted_overlap: float = 1.0
-    """Overlap of computing with a transfer that was posted before, as a share of the shorter one.
+    """Share of the shorter of two times that overlaps: computing, and a transfer posted before it.
     """
     shared_overlap: float = 0.0
     """Overlap of a transfer that a rank waits for with the computing of other ranks on the same
@@ -106,10 +111,10 @@ class Cluster:
     host_memory_gb: float = 0.0
     """Host memory per processor that is available to a run, in 10^9 bytes."""
     public_error: float = 0.0
-    """Largest prediction error for published runs with ``attention_kernel`` that were not used for
-    fitting; 0 if there are none."""
+    """Largest relative error of predictions for published runs with ``attention_kernel`` that were
+    not used for fitting; 0 if there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Kind of the processors; a file measured on a CPU may have any name."""
+    """Kind of processor, for a run that is planned on another machine."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -172,7 +177,7 @@ class Cluster:
 
     @property
     def delta_share(self) -> float:
-        """Return the fraction of the peak that a delta rule reaches, assumed if it is unknown."""
+        """Return ``delta_fraction``, by default a fixed share of attention's fraction."""
         return self.delta_fraction or DELTA * self.attention_fraction
 
     @property
@@ -213,7 +218,7 @@ class Cluster:
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raise ClusterError unless ``value`` is a number that the field ``name`` may have."""
+    """Raise ClusterError unless ``value`` is a valid number for the field ``name``."""
     is_fraction = name.endswith("_fraction")
     is_share = name.endswith(("_overlap", "_share"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -235,7 +240,7 @@ def _running(cluster: Cluster, kernel: str, rate: float) -> Cluster:
 
 
 def cluster_file(name: str | Path) -> Path:
-    """Return the file of a cluster: a path, or a name such as h100 for one in configs/clusters."""
+    """Return a cluster's file; ``name`` is a path, or a name in configs/clusters such as h100."""
     path = Path(name)
     if path.exists() and not path.is_dir():
         return path
@@ -249,10 +254,10 @@ def cluster_file(name: str | Path) -> Path:
 def load_cluster(path: str | Path) -> Cluster:
     """Load a cluster from a TOML file, given its path or a name as in ``cluster_file``.
 
-    Raises ClusterError: the file cannot be read, or a key is unknown, missing or invalid.
+    Raises ClusterError if the file cannot be read, or if a key is unknown, missing or invalid.
     """
     path = cluster_file(path)
-    if path.exists() and not path.is_file():  # reading a named pipe would wait
+    if path.exists() and not path.is_file():  # a named pipe would block
         raise ClusterError(f"{path}: not a file; name a file, such as those of configs/clusters")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -271,7 +276,7 @@ def load_cluster(path: str | Path) -> Cluster:
     is_required |= dict.fromkeys(KERNEL_FRACTIONS, False)
     for name in values:
         if name not in is_required:
-            raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(is_required)}")
+            raise ClusterError(f"{path}: unknown key {name}; use one of {', '.join(is_required)}")
     for name, required in is_required.items():
         if required and name not in values:
             raise ClusterError(
@@ -294,15 +299,15 @@ def largest_public_error() -> float:
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """Load the cluster of this machine's GPU, or of a CPU.
+    """Load the cluster file that describes this machine's GPU, or the one for CPUs.
 
-    Raises ClusterError: no file describes this GPU.
+    Raises ClusterError if no file describes this GPU.
     """
     if device_type == "cpu":
         return load_cluster(CLUSTERS / "cpu.toml")
     try:
         device_name = torch.cuda.get_device_name()
-    except (AssertionError, RuntimeError):  # torch raises one without CUDA, one without a device
+    except (AssertionError, RuntimeError):  # torch without CUDA, or without a GPU
         device_name = "this machine, on which torch finds no GPU"
     card = card_of(device_name)
     if card and card.cluster:
@@ -314,5 +319,5 @@ def default_cluster(device_type: str) -> Cluster:
 
 
 def endless(cluster: Cluster) -> Cluster:
-    """Return the cluster with unlimited memory."""
+    """Return the cluster with unlimited memory, so that no configuration is refused for it."""
     return replace(cluster, memory_gb=1e9, host_memory_gb=1e9)

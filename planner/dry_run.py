@@ -35,15 +35,15 @@ class DoesNotFitError(UserError):
 
 
 BALANCED_METHODS = ("zigzag", "striped", "ulysses")
-"""Methods that give all context-parallel ranks the same tiles of whole sequences."""
+"""Methods that give all context-parallel ranks equal work if sequences are not packed."""
 
 
 def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     """Check a run and print its memory, traffic and time; return the rehearsals of its ranks.
 
     Args:
-        arguments: the run's command line, for the commands that start it.
-        config: the configuration of these arguments.
+        arguments: the run's flags, which the printed start commands repeat.
+        config: the configuration made from these flags.
 
     Raises:
         UserError: the run itself would be refused. Missing files only cause a note.
@@ -51,7 +51,7 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     """
     if "RANK" in os.environ:
         raise ConfigError(
-            "dry_run needs only one process, but RANK is set; start it without torchrun"
+            "dry_run needs only one process, but RANK is set; start --dry-run without torchrun"
         )
     requested = config
     task = task_of(config)
@@ -65,20 +65,20 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     if requested.context.cluster is None:
         notes.append(
             f"note: predicted for {cluster.name}, this machine's device; "
-            "--cluster FILE predicts for other machines, as configs/clusters/h100_pod.toml"
+            "--cluster FILE (such as configs/clusters/h100_pod.toml) predicts for other machines"
         )
 
     rehearsals = list(rehearsed(config, task, world_size, cluster))
     fits, sentence = verdict(rehearsals, cluster)
     print(
         f"dry run of {counted(world_size, 'process')} on {cluster.name}: "
-        "a forward, a backward and an optimizer's step ran"
+        "a forward pass, a backward pass and an optimizer step ran"
     )
     lines = [*_table(rehearsals), _time_line(config, world_size, cluster)]
     if fits:
         lines.append(sentence)
     print("\n".join([*lines, *notes]))
-    missing_flags += " ".join(rope_flags(config)).split()  # which complete's note asks for
+    missing_flags += " ".join(rope_flags(config)).split()  # `complete` prints a note on these
     commands = _commands([*arguments, *missing_flags], task.entry, cluster, world_size, requested)
     print("\n".join(commands), flush=True)
     if not fits:
@@ -91,8 +91,8 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
 def _on_cluster(config: Any) -> tuple[Any, Cluster]:
     """Return the configuration with the cluster's kind of device, and the cluster.
 
-    Without --cluster it is this machine. The cluster's name stays in the configuration only if the
-    method is to be chosen for it.
+    Without --cluster, this machine is the cluster. A given name stays in the configuration only if
+    the method is ``auto``, since it is then chosen for that cluster.
     """
     name = config.context.cluster
     if name is None:
@@ -128,8 +128,9 @@ def rehearsed(
 ) -> Iterator[Rehearsal]:
     """Rehearse each rank whose work differs; each takes seconds, so progress goes to stderr.
 
-    These are the first rank of each pipeline stage and, if context-parallel ranks have unequal
-    work, the last context-parallel rank of the first stage. Ranks of dp and tp have equal work.
+    These ranks are the first of each pipeline stage and, if context-parallel ranks have unequal
+    work, the last context-parallel rank of the first stage. Data- and tensor-parallel ranks have
+    equal work.
     """
     pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
@@ -171,9 +172,9 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
         is_load = name == "load"
         remedy = f"; python -m {writer} writes one"
         if is_load:
-            remedy = "; hf download NAME --local-dir FOLDER"
+            remedy = "; get it by hf download NAME --local-dir FOLDER"
             if not path.startswith("hf:"):
-                remedy += f", python -m tools.convert_hf import FOLDER {path}"
+                remedy += f" and python -m tools.convert_hf import FOLDER {path}"
         section = config.checkpoint if is_load else config.data
         if not getattr(section, name):
             missing_flags += spelled(name, path.removesuffix(".idx")).split()
@@ -189,7 +190,7 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
 def _entries(config: Any) -> int | None:
     """Return the tokenizer's number of entries or, without its file, the vocabulary size.
 
-    None if the data are not text.
+    Return None if the data are not text.
     """
     if not config.reads_text:
         return None
@@ -205,7 +206,7 @@ def _entries(config: Any) -> int | None:
 
 
 def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
-    """Return whether every process has enough memory, and a sentence on it."""
+    """Return whether every process has enough memory, and a sentence that says so with figures."""
     max_bytes = max(rehearsal.bytes for rehearsal in rehearsals)
     max_host_bytes = max(rehearsal.host for rehearsal in rehearsals)
     memory_gb = cluster.memory_gb
@@ -224,10 +225,10 @@ def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, st
 
 
 def tightly(num_bytes: float, cluster: Cluster) -> str:
-    """Return a warning to append if these bytes fit but an allocator may need more."""
+    """Return a warning if these bytes fit but an allocator may need more; else an empty string."""
     if num_bytes <= ROOM * 1e9 * cluster.memory_gb:
         return ""
-    return ", which leaves less than the tenth that an allocator may need"
+    return " (leaves less than the tenth of memory that an allocator may need)"
 
 
 def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
@@ -253,10 +254,10 @@ def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
 def _commands(
     arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, requested: Any
 ) -> Iterator[str]:
-    """Yield the commands that start the run: by torchrun and, for a named cluster, by Slurm."""
+    """Yield the commands that start the run with torchrun and, for a named cluster, with Slurm."""
     flags = _run_flags(arguments, requested)
 
-    # A run without --save loses its weights, so the command has one, unless --save none is given.
+    # A run without --save loses its weights, so --save is added, unless --save none is given.
     is_unsaved = not requested.checkpoint.save
     refuses_save = is_unsaved and any(flag.partition("=")[0] == "--save" for flag in flags)
     if is_unsaved and not refuses_save:

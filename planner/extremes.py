@@ -1,10 +1,10 @@
-"""Find the longest sequence that fits, the fewest processes, or the changes that make a run fit.
+"""Find the longest sequence, the fewest processes, or the changes with which a run fits.
 
 The first two ask one question for many sizes: does any arrangement fit in memory? Only the settings
 that take least memory are tried for each arrangement, and no time is predicted. Memory grows with
-the length and falls with the number of processes, so that a bisection finds the limit. The third
-enables memory-saving settings (levers, planner/levers.py) until the run fits, disables those that
-it does not need, and orders the rest.
+the length and falls with the number of processes, so a bisection finds the limit. The third enables
+memory-saving settings (levers, planner/levers.py) until the run fits, disables those that it does
+not need, and orders the rest.
 """
 
 from collections import Counter
@@ -55,8 +55,8 @@ def fits(
 ) -> bool:
     """Return True if some arrangement and method fit with the settings that save most memory.
 
-    Stages of heads (ulysses_head_chunks) are tried last, as only methods that exchange heads have
-    them.
+    Stages of heads (ulysses_head_chunks) are tried last, since only methods that exchange heads
+    have them.
     """
     question = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
 
@@ -84,7 +84,8 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
         config: a run of a language model; its mesh and method are varied.
 
     Raises:
-        ConfigError: not even ``STEP`` tokens fit, or every arrangement is refused; with the reason.
+        ConfigError: not even ``STEP`` tokens fit, or all arrangements are refused; the message says
+            why.
     """
     with Progress() as progress:
 
@@ -97,9 +98,9 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes whose memory the sequence fits: a power of two or full nodes.
+    """Return the fewest processes on which the sequence fits: a power of two or full nodes.
 
-    Raises ConfigError: more than MAX_PROCESSES would be needed.
+    Raises ConfigError if more than MAX_PROCESSES would be needed.
     """
     per_node = cluster.gpus_per_node
     powers = [1 << power for power in range(per_node.bit_length())]
@@ -121,7 +122,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
 
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
-    """Explain why nothing fits: too little memory, or why arrangements are refused."""
+    """Return the reason why nothing fits: too little memory, or the first arrangement's error."""
     meshes = list(arrangements(config, world_size))
     return nothing_left(rank(meshes, world_size, cluster, vary=least_memory), cluster)
 
@@ -132,7 +133,7 @@ def of_length(config: Config, tokens: int) -> Config:
 
 
 def last_good(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
-    """Return the largest n in [1, maximum] with is_good(n), which must be true from 1 up to it.
+    """Return the largest n in [1, maximum] with is_good(n); all smaller n must be good too.
 
     The upper bound doubles first, then the interval is halved. Without ``exact`` the relative error
     is at most 1 / PRECISION.
@@ -188,9 +189,9 @@ def changes(
     """Return the changes that make a run fit, and the predicted seconds of a step with them.
 
     The changes are in the order of docs/tasks/long_context.md. More context-parallel processes
-    replace data-parallel ones, and the global batch stays. If no lever is enough, the fastest
-    method that fits is chosen, and if there is none, the fastest mesh. If nothing fits, the result
-    is an empty list and None.
+    replace data-parallel ones, and the global batch stays. If all levers (settings that save
+    memory) are not enough, the fastest method that fits is chosen, and if there is none, the
+    fastest mesh. If nothing fits, the result is an empty list and None.
     """
     target = _pulled(config, world_size, cluster, documents)
     if target is None:
@@ -271,7 +272,7 @@ def _ordered(
             candidate = config.updated(**overrides)
             validate_sizes(candidate, world_size)
             num_bytes = weigh(candidate, world_size, cluster, documents).device
-        except UserError:  # valid only together with the flags of later steps
+        except UserError:  # these flags are valid only together with those of later steps
             continue
         yield Change(" ".join(flags), num_bytes)
         flags = []

@@ -1,8 +1,9 @@
 """Host memory of a training step: offloaded activations and the optimizer's moments.
 
 The operating system kills a process that exceeds the host memory, without a message from torch, so
-that it has to be counted as carefully as a GPU's. torch pins powers of two only, which may double a
-tensor; so tensors are cut from slabs (parallel/offload.py), and the slabs are counted.
+host memory has to be counted as carefully as a GPU's. torch pins blocks of a power of two bytes,
+which may double the memory of a tensor; so tensors are cut from slabs (large blocks of pinned
+memory, parallel/offload.py), and the slabs are counted.
 """
 
 from functools import lru_cache
@@ -50,7 +51,7 @@ def _pinned_tensors(work: StepShape, plan: Plan, arrangement: Arrangement) -> tu
     if not arrangement.offload:
         return ()
 
-    # The layer's input and, if only the rest is recomputed, the results of its attention.
+    # A layer keeps its input and, if all but the attention is recomputed, the attention's results.
     tokens = work.tokens(plan)
     per_channel = work.element_size / arrangement.tp
     bytes_per_token = [work.hidden * per_channel]
@@ -67,5 +68,5 @@ def _pinned_tensors(work: StepShape, plan: Plan, arrangement: Arrangement) -> tu
 
 @lru_cache(maxsize=1024)
 def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
-    """Return the bytes of the slabs (blocks of pinned memory) for ``times`` copies of tensors."""
+    """Return the bytes of the slabs (blocks of pinned memory) that hold ``times`` such tensors."""
     return in_slabs(tensors * times, SEVERAL)

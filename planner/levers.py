@@ -1,9 +1,9 @@
-"""Levers by which a run takes less memory, the settings that they lead to, and their description.
+"""Levers (settings that save memory), the combinations to try, and their descriptions.
 
 A lever sets fields of the configuration to one of a few values, each of which takes less memory
 than the one before. Levers differ in what they cost: a loss in chunks costs little, recomputation
-costs part of a forward, full sharding costs messages, and copies to the host cost time if computing
-does not hide them. ``ORDER`` pulls roughly the cheapest first.
+costs part of a forward pass, full sharding costs messages, and copies to the host cost time if
+computing does not hide them. ``ORDER`` has roughly the cheapest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,28 +18,31 @@ from runtime.errors import UserError
 from train.config.flags import value_of
 
 AnyConfig = Any
-"""A configuration of either entry."""
+"""Configuration of either entry script (pretrain_gpt.py, pretrain_dit.py)."""
 RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
-"""Policies, the leanest last. ``selective`` keeps as much as ``none`` with a flash kernel."""
+"""Recomputation policies to try, the leanest last.
+
+``selective`` is left out: with a flash kernel it keeps as much as ``none``.
+"""
 LOSS_CHUNK = 2048
-"""Tokens of the loss at once if memory is short: enough to keep a GPU busy."""
+"""Number of tokens per chunk of the loss if memory is short: enough to keep a GPU busy."""
 FFN_CHUNK = 8192
-"""Tokens of the feed-forward at once if memory is short."""
+"""Number of tokens per chunk of the feed-forward if memory is short."""
 
 
 @dataclass(frozen=True)
 class Lever:
-    """Fields of the configuration, and the values to set them to, the leanest last."""
+    """A setting that saves memory: configuration fields and their values, the leanest last."""
 
     fields: tuple[str, ...]
     values: Callable[[AnyConfig, Cluster], Sequence[tuple[Any, ...]]]
 
     def of(self, config: AnyConfig) -> tuple[Any, ...]:
-        """Return the values of a configuration."""
+        """Return the values of these fields in a configuration."""
         return tuple(value_of(config, name) for name in self.fields)
 
     def further(self, config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
-        """Return the values that take less memory than a configuration's."""
+        """Return the values that take less memory than the configuration's current ones."""
         values = list(self.values(config, cluster))
         current = self.of(config)
         current_index = 0
@@ -50,7 +53,7 @@ class Lever:
 
 
 def _chunks(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the loss in chunks, then the feed-forward too; configured chunks stay."""
+    """Return the configured chunks, then the loss in chunks, then the feed-forward too."""
     loss = config.recompute.loss_chunk_size
     ffn = config.recompute.ffn_chunk_size
     chunked_loss = loss
@@ -66,12 +69,12 @@ def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
     between = [(other,) for other in ("zero1", "zero2") if other != strategy]
     leanest = "zero3"
     if strategy == "zero3":
-        leanest = name  # another name of it
+        leanest = name  # the configured name may be an alias
     return [(name,), *between, (leanest,)]
 
 
 def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
-    """Return all heads at once, then stages of one head per rank, if ranks exchange several."""
+    """Return the configured number of stages, then one stage per head that a rank receives."""
     context = config.context
     tp = config.mesh.tensor_model_parallel_size
     degree = context.ulysses_degree
@@ -86,14 +89,14 @@ def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
 
 
 def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
-    """Return the device, then its host's memory, if the rate of copies is known."""
+    """Return False (on the device), then True (on the host) if the rate of copies is known."""
     if not cluster.host_gb_per_s:
         return [(False,)]
     return [(False,), (True,)]
 
 
 def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
-    """Return the device, then its host's memory, if the optimizer can step with its state there."""
+    """Return the values of ``_on_host`` if the optimizer supports offload, else only False."""
     if not config.optimizer.spec.offloads:
         return [(False,)]
     return _on_host(config, cluster)
@@ -106,14 +109,14 @@ OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
-"""Order of docs/tasks/long_context.md, after more context-parallel processes.
+"""Order in which levers are used, as in docs/tasks/long_context.md, which first adds processes.
 
-A lever that occurs twice goes one value further each time, all others to their last value.
+A lever that occurs twice moves one value further each time; the others move to their last value.
 """
 
 
 def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
-    """Return the configuration with levers at values. Raises UserError if they contradict."""
+    """Return the configuration with levers set to values. Raises UserError if it is invalid."""
     overrides: dict[str, Any] = {}
     for lever, values in lever_values:
         for field, value in zip(lever.fields, values, strict=True):
@@ -124,18 +127,18 @@ def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]])
 def _combinations(
     config: AnyConfig, options: Sequence[tuple[Lever, Iterable[tuple[Any, ...]]]]
 ) -> Iterator[AnyConfig]:
-    """Yield every combination of levers' values that is valid; the last lever varies fastest."""
+    """Yield the configuration with each valid combination; the last lever varies fastest."""
     levers = [lever for lever, _ in options]
     distinct_values = [dict.fromkeys(values) for _, values in options]
     for combination in product(*distinct_values):
         try:
             yield with_levers(config, *zip(levers, combination, strict=True))
-        except UserError:  # such as offload without activations to move
+        except UserError:  # for example offload without activations to move
             continue
 
 
 def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration, then every other sharding, recomputation and activation offload."""
+    """Yield the configuration, then all other combinations of sharding, recompute and offload."""
     yield config
     levers = (SHARDING, OFFLOAD, POLICY, CHUNKS)
     options = [(lever, lever.values(config, cluster)) for lever in levers]
@@ -145,7 +148,7 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the leanest settings: all sharded, full recomputation in chunks, and each offload."""
+    """Yield the leanest settings, with and without offload: zero3, full recomputation, chunks."""
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
     options: list[tuple[Lever, Sequence[tuple[Any, ...]]]] = [
         (MOMENTS, moments),
@@ -158,9 +161,10 @@ def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield settings, then those with heads in stages, then with ``moments`` on the host.
+    """Yield lists to try in turn: these settings, with heads in stages, with moments on the host.
 
-    These two levers only save memory, so that they come last.
+    The last list exists only with ``moments``. Stages and moments never make a step faster, so they
+    are worth trying only if nothing before them fits.
     """
     yield tried
     levers = (STAGES, MOMENTS) if moments else (STAGES,)
@@ -176,7 +180,7 @@ def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[
 
 
 def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration as it is, then with one more lever pulled each time."""
+    """Yield the configuration, then copies in which one more lever saves memory each time."""
     yield config
     for lever in ORDER:
         further = lever.further(config, cluster)
@@ -191,9 +195,9 @@ def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 def least_changed(
     config: AnyConfig, original: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]
 ) -> AnyConfig:
-    """Return the configuration with each lever as near to the original as still fits.
+    """Return the configuration with each lever as near to its original value as still fits.
 
-    The last levers go back first.
+    The last levers in ``ORDER`` are reset first.
     """
     for lever in reversed(tuple(dict.fromkeys(ORDER))):
         for values in (lever.of(original), *lever.further(original, cluster)):
@@ -208,7 +212,7 @@ def least_changed(
 
 
 def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
-    """Return the fields by which a configuration would take less memory, except stages of heads."""
+    """Return the fields that could still save memory, except stages of heads; errors name them."""
     untried = []
     for lever in dict.fromkeys(ORDER):
         if lever is STAGES:
@@ -257,5 +261,5 @@ def memory_of(config: AnyConfig) -> str:
 
 
 def described(config: AnyConfig) -> str:
-    """Describe the method, the mesh and the memory."""
+    """Describe the method, the mesh and the settings that save memory, in a few words each."""
     return ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

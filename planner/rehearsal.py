@@ -1,11 +1,11 @@
-"""Rehearsal of one rank of any mesh: a training step in one process, on tensors without memory.
+"""Rehearse one rank of any mesh: a training step in one process, on tensors without memory.
 
 torch's fake process group stands for the other ranks: its collectives return at once. torch's fake
 tensors run every operator's shape function. The operators' allocations and messages are recorded.
 
-The code of the model, the strategy and the attention runs as in training, so that a rehearsal sees
-what no formula knows: a tensor that lives too long, or a message too many. It takes seconds, where
-the formulas of the search (planner/step_memory.py) take milliseconds; tests compare the two.
+The code of the model, the strategy and the attention runs as in training, so a rehearsal shows what
+formulas cannot know: a tensor that lives too long, or an unnecessary message. It takes seconds,
+while the search's formulas (planner/step_memory.py) take milliseconds; tests compare the two.
 """
 
 import os
@@ -35,27 +35,29 @@ from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], Task[C]]
-"""Builds a task from a configuration and a mesh; the class of a task is one."""
+"""Builds a task from a configuration and a mesh, for example the task's class."""
 ROUNDS = 3
-"""Rounds of micro-batches of a schedule that are run: later ones hold no more memory."""
+"""Maximum number of rounds of a pipeline schedule to rehearse: later rounds add no memory."""
 
 
 class _Waiting(NamedTuple):
-    """Tensors of a micro-batch that a stage keeps for its backward, or only its weights'."""
+    """Tensors of a micro-batch that a stage keeps for the rest of its backward pass."""
 
     received: Tensor | None
-    """Output of the stage before; None on the first stage, which takes tokens."""
+    """Output of the previous stage; None on the first stage, which takes tokens."""
     out: Tensor
     gradient: Tensor | None = None
     groups: Any = None
-    """torch's subgraphs of the weights' backward, with the gradients that they start from."""
+    """Subgraphs for the weights' gradients, which torch returns after the backward pass to the
+    input, with the gradients from which they start.
+    """
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[None]:
-    """Be one rank of a fake process group, on nodes of ``per_node``, until the block ends.
+    """Within the block, act as one rank of a fake process group with ``per_node`` ranks per node.
 
-    LOCAL_WORLD_SIZE is set meanwhile, since the mesh takes the size of nodes from it.
+    LOCAL_WORLD_SIZE is set meanwhile, since the mesh reads the number of ranks per node from it.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -87,19 +89,19 @@ def rehearse(
     device: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Rehearsal:
-    """Run a rank forward, backward and through its optimizer.
+    """Rehearse a rank's forward pass, backward pass and optimizer step.
 
-    The configuration is complete and valid.
+    The configuration must be complete and valid.
 
     Args:
-        documents: cumulative lengths of a micro-batch's, if tokens attend inside them only; by
-            default each sample is one.
-        device: cuda or cpu, by default the run's own.
+        documents: cumulative lengths of a micro-batch's documents, if tokens attend only within
+            documents; by default each sample is one document.
+        device: ``cuda`` or ``cpu``; by default the device of the run.
         on_progress: receives progress text.
 
     Raises:
-        UserError: attention or a pipeline stage that does not fit the rest.
-        RuntimeError: shapes that do not fit each other, in torch's words.
+        UserError: the attention or a pipeline stage does not fit the rest of the model.
+        RuntimeError: shapes do not fit each other; the message is torch's.
     """
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
     if config.context.attention_backend != "reference":
@@ -116,7 +118,7 @@ def rehearse(
         norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
         with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
             parts = task.build_parts(initialize=False)
-            # Held during the step, for the memory of the averages.
+            # Keep the averages of the weights alive during the step, so that their memory counts.
             averages = Ema(config.ema_decay, parts) if config.ema_decay else None
             optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
@@ -145,10 +147,10 @@ def _blank_batch(task: Task[C], documents: Sequence[int] | None) -> dict[str, Te
 def _pass_through(
     task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder
 ) -> int:
-    """Take micro-batches forward and backward through the stages; return their number.
+    """Run the stages' forward and backward passes; return the number of micro-batches.
 
-    One is enough for a rank with one stage. An interleaved schedule needs several, in its order,
-    which decides the memory that is alive at once.
+    One micro-batch is enough for a rank with one stage. An interleaved schedule needs several, in
+    its order, since the order decides how much memory is alive at once.
 
     Raises:
         UserError: a stage's output is not the input of the next one.
@@ -191,8 +193,9 @@ def _schedule(
 ) -> tuple[int, Iterable[tuple[int, str, int]], Any]:
     """Return the number of micro-batches, the actions of this rank, and the pipeline's runner.
 
-    An action is a stage, F (forward), B (backward), I or W (backward to the input, the weights),
-    and the number of a micro-batch. Only an interleaved schedule has a runner.
+    An action is a stage, a letter and the number of a micro-batch. The letter is F (forward),
+    B (backward), I (backward to the input only) or W (backward to the weights only). Only an
+    interleaved schedule has a runner.
     """
     config = task.config
     rank = task.mesh.pp.get_local_rank()
@@ -219,10 +222,10 @@ def _schedule(
 def _forward(
     task: Task[C], stage: int, part: nn.Module, batch: dict[str, Tensor], recorder: Recorder
 ) -> _Waiting:
-    """Run a stage forward, and count the bytes that it exchanges with its neighbours."""
+    """Run a stage's forward pass, and count the bytes that it exchanges with its neighbours."""
     config = task.config
     pp_size = task.mesh.pp.size()
-    hidden = task.hidden_states  # like the tensors between stages
+    hidden = task.hidden_states  # shape and dtype of the tensors between stages
     input_name, _ = task.objective.first_input(config.train.micro_batch_size)
     with recorder.forward():
         received = None
@@ -231,12 +234,12 @@ def _forward(
             batch = batch | {input_name: received}
         out = task.objective.loss_sum(part, batch)
 
-    # Stages exchange hidden states: what this one sends must be what the next one expects.
+    # Stages exchange hidden states: this stage must send the shape and dtype that the next expects.
     is_last = stage == config.pipeline.stages(pp_size) - 1
     if not is_last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
         raise UserError(
-            f"pipeline stage {stage} gives {list(out.shape)} {out.dtype}, and the next one takes "
-            f"{list(hidden.shape)} {hidden.dtype}"
+            f"pipeline stage {stage} returns {list(out.shape)} {out.dtype}, but the next stage "
+            f"takes {list(hidden.shape)} {hidden.dtype}; return hidden states of this kind"
         )
 
     # The output goes to the next stage, and later the gradient of the input to the one before.
@@ -249,7 +252,7 @@ def _forward(
 
 
 def _backward(part: nn.Module, waiting: _Waiting) -> None:
-    """Run a stage backward, or only to its weights if its input has its gradient already."""
+    """Run a stage's backward pass, or only the weights' part if the input's has already run."""
     out = waiting.out
     if waiting.groups is None:
         gradient = waiting.gradient
@@ -263,7 +266,7 @@ def _backward(part: nn.Module, waiting: _Waiting) -> None:
 
 
 def _name_layers(part: nn.Module, recorder: Recorder) -> None:
-    """Report to the recorder which layer a forward or a backward has reached."""
+    """Report to the recorder which layer a forward or backward pass has reached."""
     layers: Any = part.layers
     num_layers = part.config.num_layers  # type: ignore[union-attr]
     first = min(int(number) for number, _ in layers.named_children())
@@ -275,11 +278,11 @@ def _name_layers(part: nn.Module, recorder: Recorder) -> None:
     def on_enter(layer: int, x: Tensor) -> None:
         name(layer)
         if layer == first + 1 and x.requires_grad:
-            x.register_hook(lambda _: name(0))  # the backward leaves the layers
+            x.register_hook(lambda _: name(0))  # the backward pass leaves the layers
 
     def on_leave(layer: int, out: Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(lambda _: name(layer))  # the backward reaches this one
+            out.register_hook(lambda _: name(layer))  # the backward pass reaches this layer
         name(0)
 
     for number, module in layers.named_children():
@@ -289,11 +292,11 @@ def _name_layers(part: nn.Module, recorder: Recorder) -> None:
 
 
 def _backward_to_input(stage: int, part: nn.Module, waiting: _Waiting) -> _Waiting:
-    """Run a stage backward to its input only, as torch's schedules do.
+    """Run a stage's backward pass to its input only, as torch's schedules do.
 
-    The first stage has no input to go back to, and leaves everything to the weights' backward.
+    The input of the first stage needs no gradient, so the weights' part does everything there.
     """
-    # Imported here: it takes a second, because of torch.compile.
+    # Imported here: the import takes a second, because of torch.compile.
     from torch.distributed.pipelining._backward import stage_backward_input
 
     gradient = torch.ones_like(waiting.out)
@@ -308,7 +311,7 @@ def _backward_to_input(stage: int, part: nn.Module, waiting: _Waiting) -> _Waiti
 def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> list[Tensor]:
     """Return this rank's shards of all gradients.
 
-    Raises RuntimeError: a trained parameter has none, as in the training step.
+    Raises RuntimeError if a trained parameter has no gradient, as the training step does.
     """
     gradients = []
     for part in parts:
@@ -325,8 +328,8 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
 class _FusedNorm(torch.autograd.Function):
     """torch.nn.functional.rms_norm with the memory of a GPU's kernel.
 
-    The kernel keeps its input and one number per token. On a CPU torch composes the norm of
-    operators, which keep four times as much.
+    The kernel keeps its input and one number per token. On a CPU torch composes the norm from
+    several operators, which keep four times as much.
     """
 
     @staticmethod

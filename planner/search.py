@@ -1,10 +1,10 @@
 """Search over the arrangements of a run: enumerate, predict each, and rank those that fit.
 
 An arrangement is a mesh (tp x pp x cp, the rest dp), a method with its options, and settings that
-save memory. There are thousands, so that the order of the work matters: invalid ones are refused
-first; memory is counted next, which is cheap; only the time of those that fit is predicted. Leaner
-settings are tried only if nothing fits without them (`planner.levers.ladder`), and a plan of the
-attention is shared by all settings with the same method and lengths.
+save memory. There are thousands, so the order of the work matters: invalid ones are refused first;
+memory is counted next, which is cheap; only the time of those that fit is predicted. Settings that
+take less memory are tried only if nothing fits without them (`planner.levers.ladder`), and all
+settings with the same method and lengths share an attention plan.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from train.config.sizes import validate_sizes
 
 C = TypeVar("C", bound=CommonConfig)
 ROOM = 0.9
-"""Share of the memory that varied settings should fit in: allocators need the rest."""
+"""Share of the memory in which varied settings should fit: allocators need the rest."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,26 @@ class Ranking:
 
     candidates: list[Candidate]
     refused: Counter[str]
-    """Number of configurations by the reason for which they are not valid."""
+    """Number of invalid configurations, keyed by the reason."""
     over_memory: list[float]
-    """Bytes of each configuration that does not fit, in its leanest settings."""
+    """Bytes of each configuration that does not fit on the device, in its leanest settings."""
     over_host_memory: list[float]
-    """Bytes in host memory of each configuration that only fits with more of it."""
+    """Bytes in host memory of each configuration for which only host memory is too small."""
     saving: tuple[str, ...] = ()
-    """Fields by which a configuration would take less memory, and which were not tried."""
+    """Fields that would save memory, but were not tried; an error suggests them."""
     moving: tuple[str, ...] = ()
-    """Fields that move something to host memory in every configuration that was tried."""
+    """Fields that offload to host memory and were set in every configuration tried; an error
+    suggests leaving them out."""
 
 
 class MemoryEstimate(NamedTuple):
-    """A configuration with its memory, before its time is predicted, which takes far longer."""
+    """A configuration and its memory; predicting its time takes far longer and comes later."""
 
     config: AnyConfig
     inputs: tuple[StepShape, Plan, Arrangement]
-    """The configuration in the cost model's numbers."""
+    """The configuration converted to the cost model's inputs."""
     memory: dict[str, float]
-    """Bytes of the busiest rank by cause."""
+    """Bytes of the busiest rank, keyed by cause."""
     host: float
     """Bytes in host memory."""
 
@@ -77,14 +78,14 @@ class MemoryEstimate(NamedTuple):
         return sum(self.memory.values())
 
     def fits(self, cluster: Cluster) -> bool:
-        """Return True if the memory of a process and, if known, of its host is enough."""
+        """Return True if the step fits in device memory and, if its size is known, host memory."""
         if self.device > 1e9 * cluster.memory_gb:
             return False
         is_host_known = bool(cluster.host_gb_per_s)
         return not is_host_known or self.host <= 1e9 * cluster.host_memory_gb
 
     def predicted(self, cluster: Cluster) -> Prediction:
-        """Predict the time too."""
+        """Predict the time, and return it together with the memory."""
         work, plan, arrangement = self.inputs
         cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
         work = with_softmax_layers(work, self.config, cluster)
@@ -95,10 +96,10 @@ class MemoryEstimate(NamedTuple):
 def weigh(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> MemoryEstimate:
-    """Count the memory of a validated configuration with a method, or of one rank without.
+    """Count the memory of a validated configuration, with method ``none`` only if cp is 1.
 
-    ``documents`` are the cumulative lengths of a typical micro-batch's, if tokens attend inside
-    them only.
+    ``documents`` are the cumulative document lengths of a typical micro-batch, if tokens attend
+    only within documents.
     """
     inputs = cost_inputs(config, world_size, cluster, documents)
     return MemoryEstimate(config, inputs, memory_of(*inputs), pinned(*inputs))
@@ -109,7 +110,7 @@ def predicted(
 ) -> Prediction:
     """Predict time and memory of a configuration; the arguments are those of ``weigh``.
 
-    A search weighs first and predicts the time of those that fit; this is for a single one.
+    A search weighs all first and predicts the time only if they fit; this predicts a single one.
     """
     return weigh(config, world_size, cluster, documents).predicted(cluster)
 
@@ -169,13 +170,13 @@ def _plan_of(
 def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     """Yield every method x team size x Ulysses degree x placement that fits the ranks, each once.
 
-    Linear attention has only the methods that pass states, without these options. One rank per team
-    is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
+    Linear attention has only the methods that pass states, without these options. Duplicates are
+    left out: teams of one rank, double rings in one node, and a Ulysses degree of all ranks.
     """
     size = config.mesh.context_parallel_size
     base_method = "ring"
     if config.causal:
-        # States of a delta rule pass along consecutive tokens, which striped does not have.
+        # A delta rule passes states along consecutive tokens, which the striped layout separates.
         base_method = "zigzag" if config.delta else "striped"
     base = type(config.context)(
         attention_backend=config.context.attention_backend, context_parallel_method=base_method
@@ -198,11 +199,11 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
 
 
 def _suits_mask(config: AnyConfig, method: Any) -> bool:
-    """Return True if a method may bring something for the model's mask, and has its layout."""
+    """Return True if a method may be fastest under the model's mask, and has a layout for it."""
     if method.needed_only and not config.packed:
         return False  # every query sees all earlier tokens: all rows travel anyway
     if not config.causal and method.layout(causal=False) not in ("contiguous", BALANCED):
-        return False  # full attention needs no balance
+        return False  # full attention needs no balanced layout
     return not (config.delta and method.layout(causal=True) == "striped")
 
 
@@ -248,10 +249,7 @@ def _with_method(base: ContextConfig, name: str, **options: Any) -> ContextConfi
 
 
 def arrangements(config: C, world_size: int) -> Iterator[C]:
-    """Yield the configuration with every mesh: tp x pp x cp, the rest dp.
-
-    The method stays; ``contexts`` varies it.
-    """
+    """Yield the configuration with every mesh (tp x pp x cp, the rest dp) but the same method."""
     sizes = divisors(world_size)
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
@@ -265,10 +263,10 @@ def arrangements(config: C, world_size: int) -> Iterator[C]:
 def candidates_of(
     configs: Iterable[AnyConfig], world_size: int, cluster: Cluster, refused: Counter[str]
 ) -> Iterator[Any]:
-    """Yield configurations with every method that suits them.
+    """Yield each configuration with every method that suits it.
 
-    Contradictions of sizes, such as heads that do not divide, are counted in ``refused`` by their
-    message: if nothing is left, the first one is reported.
+    Invalid sizes, such as heads that do not divide, are counted in ``refused``, keyed by their
+    message: if nothing is left, the first message is reported.
     """
     for config in configs:
         joined = with_joined_ranks(config, world_size)
@@ -303,9 +301,9 @@ def rank(
     """Predict every method of these configurations, each in its fastest settings that fit.
 
     Args:
-        lengths: of documents to draw from, if tokens attend inside them only; by default those of
-            the data.
-        vary: yields the settings to try, such as ``settings``; by default the given ones only.
+        lengths: document lengths to draw from, if tokens attend only within documents; by default
+            the data's lengths.
+        vary: yields the settings to try, as `levers.settings` does; by default only the given ones.
     """
     fitting: list[Candidate] = []
     over_memory: list[float] = []
@@ -381,19 +379,19 @@ def nothing_left(ranking: Ranking, cluster: Cluster) -> str:
     if ranking.over_memory:
         smallest = min(ranking.over_memory)
         fields = "".join(f", {name}" for name in ranking.saving)
-        hint = " (python -m tools.plan --fits says what brings most)" if ranking.saving else ""
+        hint = " (python -m tools.plan --fits says what to change)" if ranking.saving else ""
         return (
-            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
-            f"{len(ranking.over_memory)} tried takes {smallest / 1e9:.1f}; "
+            f"memory_gb of {cluster.name} is {cluster.memory_gb:g}, but the smallest of "
+            f"{len(ranking.over_memory)} tried configurations takes {smallest / 1e9:.1f} GB; "
             f"use more processes{fields} or a lower seq_length{hint}"
         )
     if ranking.over_host_memory:
-        without = f", or leave {' or '.join(ranking.moving)} out" if ranking.moving else ""
+        without = f", or leave out {' or '.join(ranking.moving)}" if ranking.moving else ""
         return (
-            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
-            f"{len(ranking.over_host_memory)} tried moves there "
-            f"{min(ranking.over_host_memory) / 1e9:.1f}; "
+            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g}, but the smallest of "
+            f"{len(ranking.over_host_memory)} tried configurations moves "
+            f"{min(ranking.over_host_memory) / 1e9:.1f} GB there; "
             f"use more processes or a lower seq_length{without}"
         )
     reason = next(iter(ranking.refused), "there is no arrangement of these processes")
-    return f"context_parallel_method is auto, and no method suits: {reason}"
+    return f"context_parallel_method is auto, but no method suits the run: {reason}"

@@ -1,15 +1,15 @@
-"""Predicted time of a training step on a cluster. Needs no process.
+"""Predict the time of a training step on a cluster, without running it.
 
 FLOPs are divided by the rate that the cluster's kernels reach, bytes by the rate of the link that
-carries them, and each message adds a latency. By cause:
+carries them, and each message adds a latency. The causes of a step's time are:
 
-* attention: rounds of computing and transfers, the shorter of which is hidden (planner/layers);
-* linear: matrix products, and the pointwise work between them by the memory's rate;
+* attention: rounds of computing and transfers; the longer hides the shorter (planner/layers);
+* linear: matmuls, and the pointwise work between them at the memory's rate;
 * recompute, tensor parallel, pipeline: added in full;
 * offload: copies that the layers of a pass do not hide;
 * data parallel: the exchange of weights and gradients that linear and attention do not hide.
 
-A model is described by numbers (`StepShape`): this file builds none.
+The model is described by its sizes (`StepShape`): this file builds no model.
 """
 
 from dataclasses import dataclass, replace
@@ -25,19 +25,19 @@ from planner.step_memory import fetched_ahead, memory_of, rank_sizes
 from planner.step_shape import Arrangement, StepShape
 
 POINTWISE = 42.0
-"""Passes of a layer's forward over the residual stream and half the feed-forward's width.
+"""Number of times that the pointwise work of a layer's forward pass reads or writes activations.
 
-These are the reads and writes of norms, activations, rotations and sums between its matrix
-products; a backward has twice as many. Fitted to papers/tables/public_runs.csv, with memory rates
-by data sheets.
+Each time they are the residual stream and half of the feed-forward's inner activations; the work is
+the norms, activations, rotations and sums between the matmuls. The backward pass does twice as
+much. Fitted to papers/tables/public_runs.csv, with the memory rates of data sheets.
 """
 COMPILED = 28.0
-"""The same of a compiled layer."""
+"""The same number for a compiled layer, which fuses some of the reads and writes."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and bytes of the busiest rank's memory, each by cause."""
+    """Seconds of a step, and bytes of the busiest rank's memory, each keyed by cause."""
 
     seconds: dict[str, float]
     memory: dict[str, float]
@@ -61,9 +61,9 @@ class LayerSeconds:
     """Seconds of one layer for one micro-batch on a rank."""
 
     products: float
-    """Its matrix products, forward."""
+    """Seconds of the forward pass's matmuls."""
     pointwise: float
-    """Its norms, activations, rotations and sums, forward."""
+    """Seconds of the forward pass's norms, activations, rotations and sums."""
     attention: float
     attention_backward: float
 
@@ -79,10 +79,10 @@ def predict(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Clus
 def step_seconds(
     work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
 ) -> tuple[dict[str, float], Links]:
-    """Return the seconds of a step by cause, and the bytes of a layer's attention.
+    """Return a step's seconds keyed by cause, and the bytes that a layer's attention sends.
 
     A pipeline takes ``micro_batches + pp - 1`` turns: it fills and drains. The exchange of weights
-    and gradients overlaps with computing, but for the cluster's ``exposed_share``.
+    and gradients overlaps with computing, except for the cluster's ``exposed_share``.
 
     Args:
         work: the model and its micro-batches.
@@ -109,7 +109,7 @@ def seconds_of_layers(
     tokens = work.tokens(plan)
     head = 2 * tokens * work.vocab * work.hidden / tp / cluster.products_flops_per_s
 
-    # A micro-batch has a forward, and a backward to the inputs and to the trained weights.
+    # A micro-batch has a forward pass, and backward passes to the inputs and the trained weights.
     passes = 2 + work.trained_share
     linear = layers * (layer.products * passes + 3 * layer.pointwise) + head * passes
     recompute = _recompute_seconds(work, layers, arrangement, layer)
@@ -125,7 +125,7 @@ def seconds_of_layers(
         exposed_seconds = _offload_seconds(work, plan, arrangement, cluster, layer, recompute)
         seconds["offload"] = work.micro_batches * exposed_seconds
     if arrangement.moments_on_host and cluster.host_gb_per_s:
-        # Each way; nothing overlaps with it.
+        # Copies in both directions run at the same time; no computing is assumed to hide them.
         moment_bytes = moments(work, plan, arrangement)
         seconds["optimizer offload"] = moment_bytes / cluster.host_bytes_per_s
 
@@ -142,7 +142,7 @@ def seconds_of_layers(
 def _pointwise_seconds(
     work: StepShape, tokens: int, arrangement: Arrangement, cluster: Cluster
 ) -> float:
-    """Time a layer's forward between its matrix products; 0 if the memory's rate is unknown."""
+    """Predict the time of a layer's pointwise work; 0 if the memory's rate is unknown."""
     if not cluster.memory_gb_per_s:
         return 0.0
     passes = COMPILED if arrangement.compiled else POINTWISE
@@ -153,7 +153,7 @@ def _pointwise_seconds(
 def _recompute_seconds(
     work: StepShape, layers: int, arrangement: Arrangement, layer: LayerSeconds
 ) -> float:
-    """Time the forwards that a stage's layers repeat in their backward."""
+    """Predict the time of the forward work that a stage's layers repeat in the backward pass."""
     policy = arrangement.recompute
     without_attention = layer.products + layer.pointwise
     seconds = 0.0
@@ -170,9 +170,9 @@ def _recompute_seconds(
 
 
 def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:
-    """Time the collectives of tensor parallelism in a layer, with sequence parallelism.
+    """Predict the time of a layer's tensor-parallel collectives, with sequence parallelism.
 
-    They are 4 all-gathers and reduce-scatters forward, and as many backward.
+    There are 4 all-gathers and reduce-scatters in the forward pass, and 4 in the backward pass.
     """
     if tp == 1:
         return 0.0
@@ -188,7 +188,7 @@ def _offload_seconds(
     layer: LayerSeconds,
     recompute: float,
 ) -> float:
-    """Time the exposed copies of a micro-batch's activations, to the host and back."""
+    """Predict the time of a micro-batch's activation copies that computing does not hide."""
     layers = arrangement.stage_layers(work)
     copy = offloaded(work, plan, arrangement) / cluster.host_bytes_per_s
     forward = layers * (layer.products + layer.pointwise + layer.attention)
@@ -208,13 +208,13 @@ def _mean_attention(
 ) -> tuple[float, float, Links]:
     """Return the mean seconds of all layers' attention, forward and backward, and a layer's bytes.
 
-    The bytes are those of a layer without a window, if there is one. A model has layers of one or
-    two kinds: softmax attention beside a delta rule, beside linear attention, or with and without a
-    window.
+    The bytes are those of a layer without a window, if the model has any such layer. A model has
+    layers of one or two kinds: softmax attention beside a delta rule, beside linear attention, or
+    with and without a window.
     """
     forward, backward, links = attention_seconds(plan, sizes, cluster, tp)
 
-    # Softmax layers beside a delta rule have the same plan.
+    # Softmax layers beside a delta rule have the same plan as the delta rule's layers.
     if work.delta is not None:
         softmax_only = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
         forward, backward, links = _mean_attention(softmax_only, plan, sizes, cluster, tp)
@@ -226,7 +226,7 @@ def _mean_attention(
             links,
         )
 
-    # Beside linear attention they have a layout of their own, whose seconds are given.
+    # Beside linear attention, softmax layers have another layout; ``work`` gives their seconds.
     if work.softmax_layers:
         share = work.softmax_layers / work.layers
         forward_share = FORWARD / (FORWARD + BACKWARD)
@@ -254,16 +254,16 @@ def _mean_attention(
 def attention_seconds(
     plan: Plan, sizes: Sizes, cluster: Cluster, tp: int
 ) -> tuple[float, float, Links]:
-    """Return seconds of a layer's attention forward and backward, and its bytes.
+    """Return the seconds of a layer's attention, forward and backward, and the bytes that it sends.
 
-    They are the same for all pipelines and recompute policies, and so are cached.
+    The results are cached, since they are the same for all pipelines and recompute policies.
     """
     cost = AttentionCost(plan, sizes, cluster, tp)
     return cost.forward(), cost.backward(), cost.links()
 
 
 def delta_cost(work: StepShape, plan: Plan, cluster: Cluster, tp: int) -> DeltaCost:
-    """Return the cost of a layer's delta rule, which the work must have."""
+    """Return the cost of a layer's delta rule; ``work`` must have one."""
     assert work.delta is not None
     return DeltaCost(plan, work.delta.split(tp), work.micro_batch, work.element_size, cluster, tp)
 
@@ -279,7 +279,7 @@ def _delta(cost: DeltaCost) -> tuple[float, float]:
 def _pipeline_seconds(
     work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
 ) -> float:
-    """Time a micro-batch's activations to the next stage, and their gradients back."""
+    """Predict the time to send activations to the next stage, and their gradients back."""
     if arrangement.pp == 1:
         return 0.0
     num_bytes = work.micro_batch * plan.local_len * work.hidden * work.element_size / arrangement.tp
@@ -295,7 +295,7 @@ def _pipeline_seconds(
 
 
 def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> float:
-    """Time a step's weight gathers and gradient sums over dp x cp."""
+    """Predict the time of a step's weight gathers and gradient sums over dp x cp."""
     num_ranks = arrangement.dp * plan.size
     if num_ranks == 1:
         return 0.0
@@ -304,8 +304,9 @@ def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster
     weights = ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
     gradients = ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
 
-    # An all-reduce sends as much as a reduce-scatter and a gather. zero3 gathers weights in every
-    # forward and backward, the others once after the update; zero1 sums gradients once a step.
+    # An all-reduce sends as much as a reduce-scatter and an all-gather. zero3 gathers weights in
+    # every forward and backward pass, zero1 and zero2 once after the update. zero1 sums gradients
+    # once a step, zero2 and zero3 once per micro-batch.
     if arrangement.strategy in ("ddp", "legacy_ddp"):
         return 2 * gradients
     num_gathers = 2 * work.micro_batches if arrangement.strategy == "zero3" else 1
@@ -314,7 +315,10 @@ def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, stride: int, cluster: Cluster) -> float:
-    """Time bytes around a ring of every ``stride``-th rank; parallel groups share the links."""
+    """Predict the time to send bytes around a ring of every ``stride``-th rank.
+
+    The other rings of the same kind share the links.
+    """
     if num_ranks * stride <= cluster.gpus_per_node:
         rate = cluster.inside_gb_per_s
         latency = cluster.inside_latency_us

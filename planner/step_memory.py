@@ -1,13 +1,13 @@
-"""Memory of a training step, for a model described by numbers.
+"""Predict the memory of a training step from the model's sizes.
 
-The memory may peak at five moments of a step (`Moments`). At each of them three kinds add up:
+The memory may peak at five moments of a step (`Moments`). At each, three kinds of memory add up:
 
 * the weights with the optimizer's state, and the gradients that exist by then;
 * the activations that layers have kept, of all micro-batches in flight;
 * temporary tensors: gathered weights, gradients before their reduction, and the logits or a layer's
   recomputed activations and inner gradients.
 
-All are counted in bytes of the busiest rank, which is the first or the last stage of a pipeline.
+All are counted in bytes of the busiest rank, which is in a pipeline's first or last stage.
 tests/planner compares them with rehearsals (planner/rehearsal.py) and with real steps.
 """
 
@@ -25,9 +25,10 @@ from train.optimizers.host import PIECE
 class Moments(NamedTuple):
     """Bytes at the moments of a step at which its memory may peak.
 
-    A layer's moment is in the middle of its backward. Which moment is the peak depends on the
-    model: logits are large for a large vocabulary; the last layer's backward sees all activations;
-    the first layers' see the gradients of all others; the optimizer sees all gradients.
+    A layer's moment is in the middle of its backward pass. Which moment is the peak depends on the
+    model: logits are large for a large vocabulary; all activations exist during the last layer's
+    backward pass, the gradients of all other layers during the first layer's, and all gradients
+    during the optimizer step.
     """
 
     loss: float
@@ -38,9 +39,9 @@ class Moments(NamedTuple):
 
 
 def memory_of(work: StepShape, plan: Plan, arrangement: Arrangement) -> dict[str, float]:
-    """Return the bytes of the busiest rank at the peak of a step, by cause.
+    """Return the bytes of the busiest rank at the peak of a step, keyed by cause.
 
-    In a pipeline the loss is the last stage's and the rest the first one's.
+    In a pipeline the moment of the loss is the last stage's, and the others are the first stage's.
 
     Args:
         work: the model and its micro-batches.
@@ -64,18 +65,18 @@ def memory_of(work: StepShape, plan: Plan, arrangement: Arrangement) -> dict[str
 
 
 class _Stage(NamedTuple):
-    """Parameters of the busiest pipeline stage on a tensor-parallel rank."""
+    """Number of parameters of the busiest pipeline stage on a tensor-parallel rank."""
 
     layers: int
     per_layer: float
     outside: float
-    """Parameters outside the layers: the first stage has the embeddings, the last the output."""
+    """Number of parameters outside the layers: embeddings (first stage) or output (last stage)."""
     output: float
-    """Parameters of the output projection."""
+    """Number of parameters of the output projection."""
 
     @property
     def total(self) -> float:
-        """Return all parameters of the stage."""
+        """Return the number of parameters of the whole stage."""
         return self.layers * self.per_layer + self.outside
 
 
@@ -96,8 +97,8 @@ def weight_bytes(
     """Count the weights with the optimizer's state, their gradients, and temporary copies of both.
 
     Returns:
-        Bytes of weights and state; of gradients at each moment; of gathered weights and of
-        gradients that are not yet reduced at each moment.
+        Bytes of weights and state; bytes of gradients at each moment; bytes of gathered weights and
+        unreduced gradients at each moment.
     """
     size = work.element_size
     trained_share = work.trained_share
@@ -121,13 +122,14 @@ def weight_bytes(
 
     gradients, waiting_bytes = _gradients(work, shards, arrangement, stage)
 
-    # In a backward: the gradient of the layer after, until the next ones are reduced over ranks,
-    # and the weights of the layer before, gathered ahead.
+    # While the backward pass is in layer n: the gradients of layer n + 1, which are freed only when
+    # those of layer n are reduced, and the weights of layer n - 1, gathered ahead.
     unreduced_bytes = 4 * stage.per_layer * trained_share * is_copied
     gathered = size * stage.per_layer * (is_gathered and shards > 1)
 
-    # At the end: gradients of the parameters outside the layers, before and after their reduction
-    # (legacy_ddp reduces all in one piece), or pieces of the moments that come from the host.
+    # At the end: the gradients of the parameters outside the layers, before and after their
+    # reduction (legacy_ddp reduces all gradients at once), or the optimizer's moments, of which
+    # only pieces are on the device at a time if they are in host memory.
     last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_copied
     if arrangement.strategy == "legacy_ddp":
         last = 4 * stage.total * trained_share
@@ -148,10 +150,10 @@ def weight_bytes(
 def _gradients(
     work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage
 ) -> tuple[Moments, float]:
-    """Count the gradients at each moment, and the output's while it waits for its reduction.
+    """Count the gradients at each moment, and the output projection's while it waits to be reduced.
 
-    Gradients of one micro-batch come layer by layer; those of several exist from the second on.
-    zero1 keeps the sums of several whole.
+    With one micro-batch, gradients appear layer by layer; with several, all exist from the second
+    micro-batch on, and zero1 does not shard their sums.
     """
     trained_share = work.trained_share
     if work.micro_batches > 1:
@@ -169,10 +171,11 @@ def _gradients(
 
 
 def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple[Moments, Moments]:
-    """Count kept activations at each moment, and temporary tensors of the loss or a backward.
+    """Count the activations kept at each moment, and temporary tensors of the loss or a layer.
 
     In a pipeline with 1F1B the first stage has most micro-batches in flight, and the last has one.
-    GPipe runs all forwards first, so that every stage has all of them, with their logits.
+    GPipe runs all forward passes first, so every stage has all micro-batches in flight, and the
+    last stage their logits.
     """
     pp = arrangement.pp
     tokens = work.tokens(plan)
@@ -182,8 +185,8 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
     in_flight_last = arrangement.pipeline.in_flight(pp - 1, pp, work.micro_batches)
     sent = stream * in_flight * (pp > 1)
 
-    # What the layers keep. With offload only the activations on their way count here; the running
-    # layer's are in its backward.
+    # Activations that the layers keep. With offload only those on their way to or from the host
+    # count here; those of the running layer count in its backward pass.
     per_layer = tokens * kept_per_token(work, plan, arrangement)
     kept_layers = layers
     if arrangement.offload:
@@ -219,7 +222,9 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
 
 
 def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
-    """Count the logits and their gradients; low precisions are in float32 a few rows at a time."""
+    """Count the logits and their gradients; low-precision logits are cast to float32 a few rows at
+    a time.
+    """
     size = work.element_size
     scored_tokens = min(tokens, arrangement.loss_chunk or tokens)
     width = max(1, work.vocab / arrangement.tp)
@@ -234,9 +239,9 @@ def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float
 
 
 def _loss_kept(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
-    """Count the tensors a loss keeps until its backward: logits, or gradients if in chunks.
+    """Count the tensors a loss keeps until its backward pass: logits, or gradients if in chunks.
 
-    A loss in chunks computes its gradients at once, in the forward.
+    A loss in chunks computes its gradients already in the forward pass.
     """
     width = max(1, work.vocab / arrangement.tp)
     if arrangement.loss_chunk:
@@ -245,10 +250,10 @@ def _loss_kept(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
 
 
 def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
-    """Count the bytes of a layer's backward, besides those that its forward has kept.
+    """Count the bytes that a layer's backward pass adds to those that its forward pass kept.
 
-    They are recomputed activations and inner gradients. The peak is in the feed-forward, or in the
-    attention, when the feed-forward's activations are freed and its weights' gradients exist.
+    These are recomputed activations and inner gradients. The peak is in the feed-forward or in the
+    attention; by then the feed-forward's activations are freed, but its weights' gradients exist.
     """
     tp = arrangement.tp
     tokens = work.tokens(plan)
@@ -264,12 +269,12 @@ def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> fl
     stream = tokens * work.hidden * size
     inner = rows * work.ffn * size
     matrix = work.hidden * work.ffn * size
-    all_tokens = stream * tp  # of all ranks, which are gathered
+    all_tokens = stream * tp  # gathered from all tensor-parallel ranks
 
-    # The peak in the feed-forward, and what it has freed by the attention's backward.
+    # The peak in the feed-forward, and the bytes freed before the attention's backward pass.
     ffn = (num_matrices - 1) * inner + matrix + stream
     freed_bytes = work.residual / 2 * stream
-    if arrangement.ffn_chunk:  # gradients of its weights are summed in float32
+    if arrangement.ffn_chunk:  # the weights' gradients are summed in float32
         weight_gradients = matrix * (1 + 4 / work.element_size)
         gathered = stream
         if tp > 1:
@@ -291,7 +296,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> fl
 
 
 def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
-    """Return the kinds of layers, each with its share of them."""
+    """Return the kinds of layers (two beside a delta rule), each with its share of all layers."""
     if work.delta is None:
         return [(1.0, work)]
     share = work.softmax_layers / work.layers
@@ -299,7 +304,7 @@ def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
 
 
 def kept_per_token(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
-    """Return the bytes per token that a layer keeps for its backward, averaged over all kinds."""
+    """Return the bytes per token that a layer keeps for its backward pass, averaged over kinds."""
     return sum(
         share * _layer_activations(kind, plan, arrangement)[0] for share, kind in kinds(work)
     )
@@ -308,16 +313,16 @@ def kept_per_token(work: StepShape, plan: Plan, arrangement: Arrangement) -> flo
 def _layer_activations(
     work: StepShape, plan: Plan, arrangement: Arrangement
 ) -> tuple[float, float]:
-    """Return bytes per token that a layer keeps for its backward, and that the backward needs.
+    """Return the bytes per token that a layer keeps, and those that its backward pass needs.
 
     Counted module by module: residuals, inputs of norms and projections; queries, keys and values,
-    the output and its LSE; gate, up and product of a gated feed-forward, input and activation of
-    another.
+    the output and its LSE; gate, up and product of a gated feed-forward, or input and activation of
+    a plain one.
     """
     tp = arrangement.tp
     per_channel = work.element_size / tp
 
-    # The attention, and of it the results that attention_boundary keeps.
+    # The attention; the policy attention_boundary keeps only its results.
     queries = work.heads * work.head_dim
     keys = work.kv_heads * work.head_dim
     lse = 4 * work.heads / tp
@@ -345,9 +350,9 @@ def _layer_activations(
 
 
 def num_outputs(plan: Plan) -> int:
-    """Return the copies of the attention's output that are kept.
+    """Return the number of copies of the attention's output that are kept.
 
-    Ulysses keeps it before and after its exchange, except in stages of heads.
+    Ulysses keeps the output before and after its exchange, except in stages of heads.
     """
     geometry = plan.geometry
     exchanges = geometry.ulysses_degree > 1 and geometry.options.ulysses_head_chunks == 1
@@ -357,20 +362,20 @@ def num_outputs(plan: Plan) -> int:
 
 
 def num_shards(plan: Plan, arrangement: Arrangement) -> int:
-    """Return the ranks that share gradients and the optimizer's state."""
+    """Return the number of ranks that shard gradients and the optimizer's state."""
     if arrangement.strategy in ("ddp", "legacy_ddp"):
         return 1
     return arrangement.dp * plan.size // arrangement.copies
 
 
 def fetched_ahead(work: StepShape, plan: Plan, arrangement: Arrangement) -> bool:
-    """Return True if offloaded activations come back while the layer after theirs runs."""
+    """Return True if offloaded activations come back during the next layer's backward pass."""
     per_token = max(_layer_activations(kind, plan, arrangement)[0] for _, kind in kinds(work))
     return work.tokens(plan) * per_token <= FETCH_AHEAD
 
 
 def rank_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
-    """Return the sizes of the attention of one rank's heads."""
+    """Return the attention's sizes for one rank's heads."""
     heads = work.heads // tp
     kv_heads = max(1, work.kv_heads // tp)
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)

@@ -1,4 +1,4 @@
-"""A model, one step of it, and its division over ranks, in numbers for the cost model."""
+"""Sizes of a model, of a training step and of its division over ranks, for the cost model."""
 
 from dataclasses import dataclass, field
 
@@ -24,44 +24,54 @@ class StepShape:
     vocab: int
     parameters: int
     outside: int
-    """Parameters outside the layers: embeddings, and an output projection with its own weights."""
+    """Number of parameters of the embeddings, and of an output projection with its own weights."""
     matrix_weights: int
-    """Weights of all matrix products, the output projection included."""
+    """Number of weights in all matmuls, including the output projection."""
     element_size: int
     micro_batch: int
     micro_batches: int
     window: Window | None = None
-    """Keys that a query sees before and after its own, in layers with a window."""
+    """Number of keys that a query sees before and after its own, in layers with a window."""
     windowed_layers: int = 0
     trained: int | None = None
-    """Trained parameters; the others are frozen in element_size bytes. None: all are trained."""
+    """Number of trained parameters; the others are frozen in the compute dtype. None means all."""
     softmax_layers: int = 0
-    """Softmax layers of a hybrid. The plan describes them only if the others have a delta rule."""
+    """Number of a hybrid's softmax layers; the plan describes them only beside a delta rule."""
     softmax_seconds: float = 0.0
     """Seconds of a softmax layer's attention forward and backward, in its own layout."""
     delta: DeltaShape | None = None
     """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
     gate: float = 0.0
-    """Further copies of the queries that softmax attention keeps: an output gate's, and norms'."""
+    """Number of additional tensors of the queries' size that softmax attention keeps for its output
+    gate and its norms.
+    """
     residual: float = 6.0
-    """Copies of the residual stream that a layer keeps: residuals, inputs of norms and products."""
+    """Number of tensors of the residual stream's size that a layer keeps: residuals, and inputs of
+    norms and matmuls.
+    """
     normed: float = 0.0
-    """Further copies of a delta rule's output that its norm keeps, if it is no fused kernel."""
+    """Number of additional copies of a delta rule's output that its norm keeps if no kernel fuses
+    it.
+    """
     first_layer: float = 0.0
-    """Further copies that the first layer keeps: its queries and keys have twice the width."""
+    """Number of additional tensors of the residual stream's size that the first layer keeps, since
+    its queries and keys have twice the width.
+    """
     modulated: int = 0
-    """Copies of the residual stream looked up per token: a DiT's shifts, scales and gates."""
+    """Number of tensors of the residual stream's size that hold per-token modulation: a DiT's
+    shifts, scales and gates.
+    """
     replicated: int = 0
-    """Parameters that tensor parallelism does not split."""
+    """Number of parameters that tensor parallelism does not split."""
     averages: int = 0
-    """Bytes per parameter of averages of the weights."""
+    """Bytes per parameter of the moving averages of the weights (EMA); 0 without them."""
     wide_logits: int = LOSS_CHUNK["cuda"]
-    """Logits in low precision that exist in float32 at once."""
+    """Number of low-precision logits that exist in float32 at the same time."""
     workspaces: int = 0
-    """Bytes of libraries' workspaces."""
+    """Bytes of the workspaces of cuBLAS and cuBLASLt; 0 on a CPU."""
 
     def tokens(self, plan: Plan) -> int:
-        """Return the tokens of a micro-batch on a context-parallel rank."""
+        """Return the number of tokens of a micro-batch on a context-parallel rank."""
         return self.micro_batch * plan.local_len
 
     @property
@@ -72,7 +82,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Division of the work over ranks, besides the attention's plan."""
+    """Division of the work over ranks in all dimensions but cp, and settings that save memory."""
 
     pp: int = 1
     dp: int = 1
@@ -82,7 +92,7 @@ class Arrangement:
     recompute: str = "none"
     offload: bool = False
     state_bytes: int = 8
-    """Bytes of the optimizer's state for a trained parameter."""
+    """Bytes of the optimizer's state per trained parameter."""
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
@@ -90,5 +100,5 @@ class Arrangement:
     compiled: bool = False
 
     def stage_layers(self, work: StepShape) -> int:
-        """Return the layers of a pipeline stage, of the largest if they differ."""
+        """Return the number of layers of the largest pipeline stage."""
         return -(-work.layers // self.pp)

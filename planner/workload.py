@@ -1,8 +1,8 @@
-"""A training step in numbers for the cost model: its work, documents, and a hybrid's layouts.
+"""Describe a training step to the cost model: its work, documents, and a hybrid's layouts.
 
 Packed documents decide how unequal the ranks' work is, and a plan has to be made for concrete
-lengths. `typical_documents` draws them from the data's own lengths with a fixed seed, so that every
-rank and every start of a run plans for the same micro-batch.
+lengths. `typical_documents` draws them from the data's own lengths with a fixed seed, so every rank
+and every start of a run plans for the same micro-batch.
 """
 
 from collections.abc import Sequence
@@ -45,20 +45,20 @@ from train.config.entries import Config, DiTRunConfig
 WORKSPACES = 2 * (32 << 20)
 """Bytes of torch's workspaces for cuBLAS and cuBLASLt, on Hopper; older GPUs have smaller ones."""
 MAX_READ = 1 << 20
-"""Documents of a file whose lengths are read; of a longer file, evenly spaced ones."""
+"""Maximum number of document lengths to read per file; from a larger file, evenly spaced ones."""
 NUM_DRAWN = 1 << 16
-"""Documents to draw from, of all files together."""
+"""Number of document lengths to draw in total, from all files."""
 MAX_MICRO_BATCHES = 32
-"""Micro-batches of a run that are read for the one that takes most memory."""
+"""Maximum number of micro-batches to read in search of the one that takes most memory."""
 
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     """Return the work of a step. The vocabulary of a language model must be known.
 
-    A CPU has no fused kernels for norms and the delta rule, so that layers keep more there.
+    A CPU has no fused kernels for norms and the delta rule, so layers keep more there.
 
     Args:
-        dp: data-parallel ranks.
+        dp: number of data-parallel ranks.
         device: cuda or cpu.
     """
     model = config.model
@@ -93,7 +93,7 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
 @singledispatch
 def _model_numbers(config: CommonConfig) -> dict[str, Any]:
     """Return the fields of ``StepShape`` that depend on the kind of model."""
-    raise TypeError(f"no numbers of {type(config)}")
+    raise TypeError(f"_model_numbers does not support {type(config)}; register a function for it")
 
 
 @_model_numbers.register
@@ -120,9 +120,9 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
     """Return a language model's numbers; weights are counted on the meta device."""
     windows = [window for window in map(model.window, range(model.num_layers)) if window]
     with _NoInitialization():
-        # The delta rule's products are counted by its own cost, in chunks.
+        # DeltaCost counts the delta rule's own matmuls, chunk by chunk.
         delta_products = 3 * model.state_elements if model.delta_rule else 0
-        # At length 0 there is no softmax attention.
+        # At length 0 the FLOPs have no part for softmax attention.
         all_products = int(flops_per_token(model.merged(), 0) / 6)
         parameters = num_parameters(model)
         trained = num_trained(model)
@@ -157,7 +157,7 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
 
 
 class _NoInitialization(TorchFunctionMode):
-    """Skips the initialization of weights, whose meta operators take a second to import."""
+    """Skips ``nn.init.normal_``: its operators for meta tensors take a second to import."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,9 +184,9 @@ def _diffusion(model: DiTConfig) -> dict[str, Any]:
 def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
     """Return the seconds of a softmax layer, forward and backward, in each layout of a hybrid.
 
-    An exchange moves q, k and v inward and the output outward, and their gradients in the backward:
-    2 x (2 heads + 2 kv_heads) x head_dim elements of each token that changes its rank. It overlaps
-    with nothing.
+    An exchange moves q, k and v to the layout and the output back, and their gradients in the
+    backward pass: 2 x (2 heads + 2 kv_heads) x head_dim elements of each token that changes its
+    rank. It overlaps with nothing.
     """
     model = config.model
     size = config.mesh.context_parallel_size
@@ -223,7 +223,7 @@ def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
 
 
 class DocumentsError(UserError):
-    """Lengths of documents that are unknown, or below 1."""
+    """Raised if the documents' lengths are unknown or below 1."""
 
 
 def typical_documents(
@@ -231,12 +231,12 @@ def typical_documents(
 ) -> tuple[int, ...] | None:
     """Return cu_seqlens of a typical micro-batch; None if tokens attend across documents.
 
-    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples,
-    or whole ones are packed into them.
+    Documents are drawn with a fixed seed and arranged as the dataset does: a shuffled stream is cut
+    into samples, or whole documents are packed into samples.
 
     Args:
-        lengths: tokens of documents to draw from; by default those of the data's .idx files, by
-            their weights.
+        lengths: document lengths to draw from, in tokens; by default the lengths in the data's .idx
+            files, with the files' weights.
 
     Raises:
         DocumentsError: lengths below 1, or no data to take them from.
@@ -247,11 +247,11 @@ def typical_documents(
     if config.sample_ends is not None:
         return config.sample_ends
     if lengths and min(lengths) < 1:
-        raise DocumentsError(f"document_lengths has {min(lengths)}; a document has 1 token or more")
+        raise DocumentsError(f"document_lengths has {min(lengths)}; give lengths of 1 or more")
     if not lengths and not config.data.data_path:
         raise DocumentsError(
-            "reset_attention_mask is set and data_path is empty, so that the documents' lengths "
-            "are not known; give --data-path PREFIX, or state them: "
+            "reset_attention_mask is set, but data_path is empty, so the documents' lengths are "
+            "not known; give --data-path PREFIX, or typical lengths as in "
             "--document-lengths 300 2000 40000"
         )
     if lengths:
@@ -268,9 +268,9 @@ def typical_documents(
 
 
 def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return ``typical_documents``, or whole samples if the data's lengths are not on this machine.
+    """Return ``typical_documents``, or whole samples if the data are not on this machine.
 
-    Raises DataError: a file is broken.
+    Raises DataError if a file is broken.
     """
     if not config.packed or config.sample_ends is not None:
         return typical_documents(config)
@@ -283,8 +283,8 @@ def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
 def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
     """Return cu_seqlens of the run's own micro-batch with the longest documents.
 
-    Of the run's first micro-batches it is the one with the largest sum of squared lengths: the rows
-    of a long document travel farthest. None as in `typical_documents`.
+    Among the run's first micro-batches it is the one with the largest sum of squared lengths: the
+    rows of a long document travel farthest. None if tokens attend across documents.
 
     Raises:
         DataError: data or tokenizer are missing or broken.
@@ -307,7 +307,7 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4)
 def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np.ndarray:
-    """Draw documents whose tokens follow the sources' weights, then the shares of their lengths."""
+    """Draw document lengths so that tokens follow the sources' weights and ``blend_by_length``."""
     generator = np.random.default_rng(0)
     prefixes, weights = blend(data_path)
 
@@ -341,7 +341,7 @@ def _by_share(
         if len(group):
             nonempty.append((share, group))
 
-    # Shares are of tokens: a group of long documents takes fewer of them.
+    # Shares are of tokens, so a group of long documents needs fewer documents.
     rates = np.array([share / group.mean() for share, group in nonempty])
     counts = np.ceil(NUM_DRAWN * rates / rates.sum()).astype(int)
 
@@ -354,8 +354,11 @@ def _by_share(
 def _cut(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
-    """Fill ``joined`` tokens from a point inside a document; samples end documents too."""
-    # Enough documents even if the first one is cut to nothing.
+    """Return cu_seqlens of ``joined`` tokens that are cut from a stream of documents.
+
+    The stream begins at a random point of a document; every end of a sample ends a document too.
+    """
+    # Enough documents even if nothing remains of the first one.
     num_documents = 8 + 2 * joined // int(lengths.mean())
     drawn = generator.choice(lengths, num_documents)
     while drawn[1:].sum() < joined:
@@ -370,9 +373,9 @@ def _cut(
 def _packed(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
-    """Draw samples of whole documents and padding, as a run with pack_documents packs them.
+    """Return cu_seqlens of samples of whole documents and padding, as pack_documents packs them.
 
-    They are drawn from 16 times as many, since a packing of few documents has more padding.
+    They are drawn from 16 times as many samples: packing fewer documents would add more padding.
     """
     num_documents = 16 + 16 * joined // int(lengths.mean())
     drawn = generator.choice(lengths, num_documents).astype(np.int32)

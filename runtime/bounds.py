@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class UnboundedError(DataError):
-    """The code exceeds the time or memory limit of a call, and is not called again."""
+    """Code exceeded the time or memory limit of a call; callers do not call it again."""
 
 
 class _Expired(BaseException):
@@ -29,7 +29,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
 
     ``name`` is the name of the code, for messages.
 
-    Raises UnboundedError: the call takes more than MAX_SECONDS or MAX_BYTES.
+    Raises UnboundedError if the call takes more than MAX_SECONDS or MAX_BYTES.
     """
     running = True
 
@@ -59,7 +59,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
         return result
     except _Expired:
         raise UnboundedError(
-            f"{name} does not finish within {MAX_SECONDS:g} s of one processor; repair it"
+            f"{name} does not finish within {MAX_SECONDS:g} s of processor time; repair it"
         ) from None
     except MemoryError:
         raise UnboundedError(

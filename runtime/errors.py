@@ -84,7 +84,7 @@ OTHERS_WORDS = {
     "--context-length": "--seq-length",
     "--max-steps": "--train-iters",
 }
-"""Flags of other programs, and Longmesh's flags for the same settings."""
+"""Maps flags of other programs to Longmesh's flags for the same settings, to suggest the latter."""
 
 
 def first_few(names: Sequence[str], count: int = 3) -> str:

@@ -22,7 +22,7 @@ _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 LOCK = ".lock"
 """Name of the lock file in a folder, which exists while a process owns the folder."""
 _OWNED: set[tuple[int, str]] = set()
-"""(pid, lock) of the locks that this process holds. fcntl would grant it the same lock twice, and
+"""(pid, lock) of the locks that this process holds. fcntl would grant it one lock twice, and
 closing either handle would release both."""
 Drafts = Callable[..., tuple[Path, ...]]
 """Function that returns a draft path beside each given path."""
@@ -33,10 +33,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """Yield drafts beside ``paths``; rename them to ``paths`` when the block ends (see `drafting`).
 
-    The names of drafts differ only where those of ``paths`` do, so that a .bin/.idx pair stays a
-    pair.
+    The names of drafts differ only where those of ``paths`` do, so a .bin/.idx pair stays a pair.
 
-    Raises OSError: a draft cannot be written, or another folder has its name.
+    Raises OSError if a draft cannot be written, or if another folder is in its way.
     """
     with drafting() as drafts_of:
         yield drafts_of(*paths)
@@ -44,14 +43,14 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextmanager
 def drafting() -> Iterator[Drafts]:
-    """Yield a function from paths to drafts beside them; rename all drafts when the block ends.
+    """Yield a function that maps paths to drafts beside them; rename these when the block ends.
 
-    A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty
-    folder's. All drafts are fsynced before the first is renamed, in the order of the calls, and the
-    folders around them after. If the block raises (KeyboardInterrupt included), drafts are removed
-    and the paths are as before.
+    A draft may be a file or a folder; a folder needs a path that is free or an empty folder. All
+    drafts are fsynced, then renamed in the order of the calls, and then the folders around them are
+    fsynced. If the block raises (KeyboardInterrupt included), drafts are removed and the paths are
+    as before.
 
-    Raises OSError: a draft cannot be written, or another folder has its name.
+    Raises OSError if a draft cannot be written, or if another folder is in its way.
     """
     unique = uuid.uuid4().hex
     path_of: dict[Path, Path] = {}  # destination, keyed by draft
@@ -113,8 +112,8 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
         wait: print a note and wait for the other process, instead of raising.
 
     Raises:
-        InUseError: another process or this one holds the lock, or its file is a link or closed to
-            this user.
+        InUseError: another process or this one holds the lock, or its file is a link or this user
+            may not open it.
         OSError: the lock file cannot be created.
     """
     new_folders = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
@@ -138,7 +137,7 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
 
 
 def _remove_drafts(folder: Path, stem: str | None) -> None:
-    """Remove a killed process's drafts that belong to this lock of the folder."""
+    """Remove the drafts that a killed holder of this lock left in the folder."""
     for path in list(folder.iterdir()):
         match = _DRAFT.fullmatch(path.name)
         if match is None:
@@ -159,10 +158,10 @@ def room(folder: Path) -> str:
 
 
 def unwritable(folder: Path, elsewhere: str) -> str:
-    """Return why a folder (or its nearest existing parent) takes no files; "" if it does.
+    """Return why a folder (or its nearest existing parent) is not writable; "" if it is.
 
-    The reason comes with the fix. The test writes a nameless file, so that a command that fails
-    later leaves none behind. ``elsewhere`` is the fix for a folder without permission, such as
+    The reason includes the fix. The test writes a nameless file, so a command that fails later
+    leaves no file behind. ``elsewhere`` is the fix for a folder without permission, such as
     "choose another --save".
     """
     try:
@@ -198,7 +197,7 @@ def read_regular(path: Path, max_bytes: int = 1 << 30) -> str:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise UserError(
-                f"{path} is longer than {max_bytes:,} bytes, which no run writes; remove it"
+                f"{path} is longer than {max_bytes:,} bytes, so no run wrote it; remove it"
             )
         return file.read(max_bytes).decode(errors="replace")
 

@@ -27,7 +27,7 @@ from runtime.slurm import leave_ending
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
-"""Time without a beat after which a holder on another host counts as dead; if it only hung, it ends
+"""Time without a beat after which a holder on another host counts as dead. If it only hung, it ends
 itself at its next beat.
 """
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -72,8 +72,8 @@ class Lock:
         """Take the lock; with ``wait`` print a note and wait for the holder, instead of raising.
 
         Raises:
-            InUseError: another process holds the lock, or the file is a link or closed to this
-                user.
+            InUseError: another process holds the lock, or the file is a link or this user may not
+                open it.
             OSError: the file cannot be created.
         """
         self._path = path
@@ -118,8 +118,8 @@ class Lock:
         """End this process: it hung for so long that another process took over its lock."""
         holder = _Snapshot.of(self._path).holder
         line = (
-            f"error: {self._path.parent} was taken over by {holder}, as this process did not "
-            "answer; it ends here"
+            f"error: {self._path.parent} was taken over by {holder}, because this process did not "
+            "answer; this process ends"
         )
         leave_ending(1, line)
         os.write(2, f"{line}\n".encode())
@@ -174,7 +174,7 @@ def _acquire(path: Path, wait: bool, record: str) -> int:
             raise
         os.close(handle)
         if holder is None:
-            continue  # its owner, or a watcher of a dead owner, removed it after it was opened here
+            continue  # the file was removed, by its owner or a watcher, after it was opened here
 
         message = f"{path.parent} is in use by {holder.holder} (lock {path.name})"
         if not wait:
@@ -231,12 +231,12 @@ def _runs(pid: int) -> bool:
 def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> _Snapshot | None:
     """Watch a lock file; return its holder if it is touched or replaced, else remove it.
 
-    Of several watchers one may remove the file, which a link with the holder's token ensures:
+    A link named by the holder's token ensures that only one of several watchers removes the file:
     otherwise a slow watcher could remove the file of the next holder. Returns None if no file is
     left.
     """
     with suppress(OSError):
-        fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file through a new handle does so too
+        fcntl.lockf(handle, fcntl.LOCK_UN)  # reading through a new handle releases the lock anyway
     first = _Snapshot.of(path)
     if first.text != text:
         return None
@@ -278,7 +278,7 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
 def _open_or_create(path: Path) -> tuple[int, bool]:
     """Open a lock file, or create it and its folder; return its handle, and True if created.
 
-    The file is writable by every user, who must be able to take a killed run's lock.
+    The file is writable by every user, since any user must be able to take a killed run's lock.
     """
     attempts = 100
     while True:
@@ -286,7 +286,7 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
             path.parent.mkdir(parents=True, exist_ok=True)
             kind = not_a_file(path)
             if kind:  # opening a fifo would wait for its writer
-                raise InUseError(f"{path} is {kind}, which is no lock; remove it")
+                raise InUseError(f"{path} is {kind}, which is not a lock; remove it")
             created = True
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -301,8 +301,8 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
             if error.errno == errno.EACCES and os.path.lexists(path):
                 owner = os.lstat(path).st_uid
                 raise InUseError(
-                    f"{path} was left by uid {owner} and is closed to you; remove it if that run "
-                    "is over"
+                    f"{path} was left by uid {owner}, and you may not open it; remove it if that "
+                    "run is over"
                 ) from None
             raise
         else:

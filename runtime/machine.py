@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Card(NamedTuple):
-    """A GPU's dense bfloat16 FLOP/s by its data sheet, and its file in configs/clusters/."""
+    """A GPU: dense bfloat16 FLOP/s in its data sheet, and its file in configs/clusters/, if any."""
 
     flops: float
     cluster: str = ""
@@ -52,8 +52,8 @@ CARDS = {
 }
 """Cards, keyed by the words that their names contain; the first entry that matches counts."""
 OTHER_CARD = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
-"""Words in names of partitions and variants that differ from the card in the table, such as 40C for
-a virtual GPU.
+"""Words in a GPU's name that mark a partition or variant of a card, such as 40C for a virtual GPU;
+the table's numbers do not hold for it.
 """
 
 
@@ -69,7 +69,7 @@ def card_of(name: str) -> Card | None:
 
 
 def commit_of(root: Path = ROOT, *below: str) -> str:
-    """Return a checkout's commit, with a note if files (only those ``below``) were changed."""
+    """Return a checkout's commit, with a note if files (or only files ``below``) were changed."""
     top = _git(root, "rev-parse", "--show-toplevel")
     head = _git(root, "rev-parse", "HEAD")
     if not head or not top or Path(top).resolve() != root.resolve():
@@ -150,7 +150,7 @@ def loaded_cudnn() -> int:
     try:
         return torch.backends.cudnn.version() or 0
     except RuntimeError:
-        # It is older than the cuDNN that torch was built with, but torch's own calls accept it.
+        # The loaded cuDNN is older than torch was built with, but torch's own calls accept it.
         return cudnn_number(".".join(map(str, torch._C._cudnn.getRuntimeVersion())))
 
 

@@ -1,4 +1,7 @@
-"""Join and leave the process group: equal versions, one gloo thread, a clean shutdown."""
+"""Join and leave the process group.
+
+All ranks must run equal versions, gloo gets one thread, and the group is shut down cleanly.
+"""
 
 import os
 import socket
@@ -54,7 +57,7 @@ def leave() -> None:
     Collective. A worker releases a collective's tensors some time after the collective ends. If the
     interpreter is shutting down by then, the worker cannot take the GIL and aborts the process
     (github.com/pytorch/pytorch/issues/190489). A group's single worker works in order: once it has
-    released the last tensor, it holds no other.
+    released the last tensor, it has released all.
     """
     last_tensors = list[weakref.ref[torch.Tensor]]()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -78,7 +81,7 @@ def process_group(
 
     For your own scripts; without torchrun, a group of one. ``backend`` may be "cpu:gloo,cuda:nccl".
     After an error the group is destroyed only if it has one process: peers may be stuck in a
-    collective, and waiting for them would hang. Raises as ``meet``.
+    collective, and waiting for them would hang. Raises the same errors as ``join``.
     """
     join(backend, timeout)
     group = dist.group.WORLD
@@ -95,7 +98,7 @@ def process_group(
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of a group's later collectives and point-to-point messages."""
     if dist.get_backend(group) == dist.Backend.FAKE:
-        return  # it waits for no other rank
+        return  # the fake backend never waits
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     message_backend: Any = group._get_backend(torch.device("cpu"))
     if hasattr(message_backend, "set_timeout"):  # the call above covers only collectives
@@ -105,12 +108,13 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def use_one_worker() -> None:
     """Make every later gloo group run its collectives in a single thread. Idempotent.
 
-    torch gives a group two (seen in 2.13; no release is known to fix it), and both write the name
+    torch gives a group two threads (in 2.13; no release is known to fix it). Both write the name
     of the collective that they completed to one string of the group, without a lock
-    (``ProcessGroupGloo::runLoop``). Names of 16 characters or more are on the heap, so two threads
-    that free one corrupt it: ALLGATHER_COALESCED, which DTensor uses, is one.
-    ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them. A
-    subclass would be lost: torch returns a group's backend as the class that C++ knows.
+    (``ProcessGroupGloo::runLoop``). Names of 16 characters or more are allocated on the heap, which
+    is corrupted when two threads free the same name; DTensor's ALLGATHER_COALESCED is so long.
+    ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them.
+    Subclassing the backend would not help, because torch hands a group's backend back as its C++
+    class.
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     torch_init = gloo.__init__

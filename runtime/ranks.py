@@ -52,13 +52,13 @@ def preload(module: str) -> None:
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on gloo ranks; return the results by rank.
+    """Call ``fn(rank, world_size, *args)`` on gloo ranks; return the results in rank order.
 
     ``fn`` is a module-level function; its result must pickle. No process outlives the call or this
     process, whatever ends it.
 
-    Raises RankError: a rank raised (its traceback is in the message), died, or took longer than
-        ``timeout`` seconds.
+    Raises RankError if a rank raised (its traceback is in the message), died, or took longer than
+    ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         bodies = [(_joined, (fn, rank, world_size, folder, args)) for rank in range(world_size)]
@@ -100,7 +100,7 @@ def send(pipe: Connection, value: Any) -> None:
 
 
 def receive(pipe: Connection) -> Any:
-    """Receive a value from a pipe. Raises EOFError: the other end is closed."""
+    """Receive a value from a pipe. Raises EOFError if the other end is closed."""
     return pickle.loads(pipe.recv_bytes())
 
 
@@ -109,7 +109,7 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
 
     Iteration stops at the first failure, since the other ranks may hang.
 
-    Raises RankError: a rank raised, died, or no message came ``within`` seconds.
+    Raises RankError if a rank raised or died, or if no message came ``within`` seconds.
     """
     numbers = {rank.pipe: number for number, rank in enumerate(ranks)}
     while numbers:
@@ -138,7 +138,7 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
 
 
 def one_of_each(ranks: Sequence[Rank], within: float) -> list[Any]:
-    """Return one message from each rank, in the order of ranks; raises as ``messages``."""
+    """Return one message from each rank, in rank order. Raises RankError like ``messages``."""
     values: dict[int, Any] = {}
     for number, value in messages(ranks, within):
         values[number] = value

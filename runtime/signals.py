@@ -58,8 +58,8 @@ class StopRequest:
 def stop_requests() -> Iterator[StopRequest]:
     """Treat SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block ends.
 
-    For the main thread. Another thread reads them: Python's own handlers would run only after the
-    collective in which the main thread waits. Signals that the process ignores (under nohup,
+    Call in the main thread. Another thread reads them: Python's own handlers would run only after
+    the collective in which the main thread waits. Signals that the process ignores (under nohup,
     SIGHUP) stay ignored. Yields the request, which the loop reads between steps.
     """
     request = StopRequest()

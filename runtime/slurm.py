@@ -17,8 +17,8 @@ PORTS = 12_000
 ENDINGS = "LONGMESH_ENDINGS"
 """Environment variable with the folder in which slurm/job.sh expects one file per rank."""
 AGAIN = 75
-"""Exit status (EX_TEMPFAIL of sysexits.h) if another process is the cause, so that the next start
-may succeed.
+"""Exit status (EX_TEMPFAIL of sysexits.h) if another process caused the failure, so that the next
+start may succeed.
 """
 
 
@@ -37,11 +37,11 @@ def leave_ending(status: int, message: str) -> None:
 def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task of srun.
 
-    Empty unless srun started several tasks, and none of them is a torchrun: a step of one task,
-    such as a shell, and a batch script are no ranks. MASTER_ADDR and MASTER_PORT are kept if set.
+    They are empty unless srun started several tasks, none of them a torchrun: a step of one task,
+    such as a shell, or a batch script is not a rank. MASTER_ADDR and MASTER_PORT are kept if set.
 
-    Raises LaunchError: a variable of Slurm's is missing or invalid, or contradicts one of
-        torchrun's that is set.
+    Raises LaunchError if one of Slurm's variables is missing or invalid, or contradicts a variable
+    of torchrun that is set.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
         return {}
@@ -58,7 +58,7 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     if not is_consistent or local_rank >= per_node[node]:
         raise LaunchError(
             f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NODEID {node} do not fit "
-            f"SLURM_STEP_NUM_TASKS {world_size} as SLURM_STEP_TASKS_PER_NODE "
+            f"SLURM_STEP_NUM_TASKS {world_size} and SLURM_STEP_TASKS_PER_NODE "
             f"{environ.get('SLURM_STEP_TASKS_PER_NODE')}; start with srun or torchrun, or unset "
             "SLURM_STEP_NUM_TASKS to start alone"
         )
@@ -107,14 +107,14 @@ def _check_torchrun(environ: Mapping[str, str]) -> None:
         raise LaunchError(
             f"WORLD_SIZE is {world_size} in the environment, but srun started {tasks} tasks; unset "
             "RANK and WORLD_SIZE, which a shell or another launcher left, or unset "
-            "SLURM_STEP_NUM_TASKS to train apart"
+            "SLURM_STEP_NUM_TASKS to train separately"
         )
     if agents is not None and agents != tasks:
         raise LaunchError(
-            f"srun started {tasks} tasks, each of them a torchrun of its own, which knows of "
-            f"{agents}: they would train apart into one folder; give srun --ntasks-per-node 1 and "
-            "torchrun --nnodes $SLURM_NNODES, let srun start the ranks without torchrun, or unset "
-            "SLURM_STEP_NUM_TASKS to train apart"
+            f"srun started {tasks} tasks, but each is a torchrun that expects {agents}, so they "
+            "would train separately into one folder; give srun --ntasks-per-node 1 and torchrun "
+            "--nnodes $SLURM_NNODES, let srun start the ranks without torchrun, or unset "
+            "SLURM_STEP_NUM_TASKS to train separately"
         )
 
 

@@ -19,12 +19,12 @@ Part = tuple[slice, ...]
 WHOLE = 1 << 20
 """Maximum number of values of a weight that is drawn at once (about 5 ms)."""
 TILE = (64, 512)
-"""Rows and columns of the tiles of a larger weight: about the rows of one rank in a large FSDP
-group, and the columns of one of 8 tp ranks.
+"""Rows and columns of a tile, the part of a larger weight that is drawn at once. A tile has about
+the rows of one rank in a large FSDP group, and the columns of one of 8 tp ranks.
 """
 FORGET: list[Callable[[], None]] = []
-"""Functions that empty the caches of `cached_on_device`, as a new micro-batch would; later calls
-copy again.
+"""Functions that empty the caches of `cached_on_device`, so that later calls copy again, as for a
+new micro-batch.
 """
 
 
@@ -33,8 +33,8 @@ def initial_weight_slice(
 ) -> Tensor:
     """Return slices of the random weight ``name``, float32 on the CPU.
 
-    The values do not depend on the requested slices, so that every mesh starts with the same
-    weights. Drawing all of a large weight to use one shard would take most of a start, so a weight
+    The values do not depend on the requested slices, so every mesh starts with the same weights.
+    Drawing all of a large weight to use one shard would take most of the startup time, so a weight
     of more than WHOLE values has a generator per tile of its last two dimensions, and only the
     tiles that intersect the slices are drawn.
 
@@ -147,7 +147,7 @@ def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[...,
 
 
 def kept_in_object(method: M) -> M:
-    """Cache a method's results in its object, by hashable positional arguments.
+    """Cache a method's results in its object, keyed by its hashable positional arguments.
 
     Unlike ``lru_cache`` the cache ends with the object, and does not keep it alive.
     """
@@ -199,7 +199,7 @@ class Handles(Generic[T]):
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """Return the object with this handle. Raises KeyError: there is none, or it was freed."""
+        """Return the object with this handle. Raises KeyError if it never existed or was freed."""
         return self._objects[int(handle)]
 
     def __len__(self) -> int:

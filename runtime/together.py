@@ -138,8 +138,8 @@ def on_all_ranks(error: Exception) -> bool:
 def first_to_report(seconds: float) -> Iterator[bool]:
     """Yield True on the first rank to arrive, which reports why the run fails.
 
-    Also works before the process group exists, through the launcher's store. A rank that reaches no
-    store reports: better twice than never. At the end the ranks wait for each other for up to
+    Also works before the process group exists, through the launcher's store. A rank that cannot
+    reach it reports: better twice than never. At the end the ranks wait for each other for up to
     ``seconds``, because the launcher ends the others once one exits, and any rank may host the
     store.
     """
@@ -183,7 +183,7 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
     if match is None:
         return False
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    ending_message = f"rank {rank} ends because a peer of it did ({match[0]})"
+    ending_message = f"rank {rank} ends because another rank did ({match[0]})"
     leave_ending(AGAIN, ending_message)
 
     def end(*_: object) -> NoReturn:
@@ -202,8 +202,8 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
         line = ending_message
         if timed_out:
             line += (
-                "; the store does not answer either, which rank 0 holds unless torchrun does: look "
-                "at rank 0"
+                "; the store, which rank 0 or torchrun hosts, does not answer either: look at "
+                "rank 0"
             )
     if previous_handler is not None:
         signal.signal(signal.SIGTERM, previous_handler)
@@ -234,9 +234,7 @@ def _line_of_roll(ending_message: str, timed_out: bool, seconds: float) -> str:
     reason = ending_message.partition(" (")[2]
     advice = "if they are only slow, give a longer --distributed-timeout-minutes"
     if not silent:
-        return (
-            f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
-        )
+        return f"ranks timed out waiting for each other ({reason}, but all answer now; {advice}"
     names = []
     for rank in silent:
         key = NODE.format(rank)
@@ -244,8 +242,8 @@ def _line_of_roll(ending_message: str, timed_out: bool, seconds: float) -> str:
         names.append(f"{rank} on {node}" if node else str(rank))
     ranks = "ranks" if len(silent) > 1 else "rank"
     return (
-        f"{ranks} {', '.join(names)} did not answer ({reason}: stopped, hanging or lost, and so "
-        f"the others end; {advice}"
+        f"{ranks} {', '.join(names)} did not answer ({reason}: stopped, hanging or lost, so the "
+        f"others end; {advice}"
     )
 
 

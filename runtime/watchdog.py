@@ -182,7 +182,7 @@ class Watchdog:
     ) -> list[int]:
         """Return the ranks that do not answer.
 
-        If the store itself is silent, only those of this node are known, by their processes.
+        If the store itself is silent, only this node's lost ranks are known, by their processes.
         """
         if answers is not None:
             return [rank for rank in range(len(self._ranks)) if rank not in answers]
@@ -221,9 +221,9 @@ class Watchdog:
         )
         print(message, file=sys.stderr, flush=True)
 
-        # If the store is silent, its holder's node, rank 0's, is the suspect. Should rank 0 wake up
-        # later, it finds all answers in the store: mode x keeps its empty list from replacing this
-        # one. Only a report that misses ranks does.
+        # If the store is silent, the node of rank 0, which holds it, is the suspect. If rank 0
+        # wakes up later, it finds all answers in the store. Mode x keeps its empty list from
+        # replacing this one; only a list of lost ranks replaces it.
         suspects = lost
         if not lost and not answers:
             suspects = [0]
@@ -255,7 +255,7 @@ class Process:
     pid: int
     start_time: str
     stacks: int
-    """Descriptor of a nameless file that DUMP writes to; empty unless another process asked."""
+    """Descriptor of a nameless file for the stacks; empty until another process asks for them."""
 
     @property
     def runs(self) -> bool:
@@ -283,8 +283,8 @@ def own_process() -> Process:
 def pending_collective() -> tuple[str, str]:
     """Return the oldest unfinished collective ("" if none), and the main thread's line in Longmesh.
 
-    The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's
-    messages between two ranks.
+    The collective is from torch's flight recorder, which records the collectives of gloo and NCCL,
+    but not gloo's messages between two ranks.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -319,17 +319,17 @@ def write_own_stacks(out: IO[str]) -> None:
 def write_stacks_of(out: IO[str], process: Process, deadline: float) -> None:
     """Write another process's stacks; wake it if it is stopped.
 
-    Only the process itself can write its Python stacks. Waits for them until ``deadline`` (of
-    ``time.monotonic``), but at least one second.
+    Only the process itself can write its Python stacks. Waits for them until ``deadline``, as
+    ``time.monotonic`` counts, but at least one second.
     """
     header = f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:"
     print(header, file=out, flush=True)
     stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
     with suppress(OSError):  # the process has ended
-        # No longer empty: the process sees that its stacks were wanted, however late it writes
-        # them.
+        # Make the file nonempty, so that the process sees that its stacks were requested, however
+        # late it writes them.
         os.truncate(stacks, 1)
-        # Sent to the main thread: another would read that thread's frames while they change.
+        # Signal the main thread: another would read that thread's frames while they change.
         ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
         process.send(signal.SIGCONT)
 

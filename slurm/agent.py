@@ -1,7 +1,7 @@
 """Run torchrun in a step of Slurm: pass on signals, wait, and end with the ranks' status.
 
 torchrun itself gives ranks half a minute after a signal, too short for a checkpoint, and ends with
-status 1 and a traceback whatever they do. Its arguments are torchrun's:
+status 1 and a traceback whatever they do. This program takes torchrun's arguments:
 
 srun --ntasks-per-node 1 python -m slurm.agent --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...
 """
@@ -24,7 +24,7 @@ from runtime.signals import ASKING
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Send the signal to the ranks, or end if there are none.
+    """Send the signal to the ranks; without ranks, end this process.
 
     Slurm may have sent the signal to the ranks too; they count both as one.
     """
@@ -41,7 +41,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def bound_if_possible(argv: Sequence[str]) -> list[str]:
     """Return torchrun's arguments; if the node cannot bind, print a note and drop --numa-binding.
 
-    torchrun would end with an error there.
+    On such a node torchrun would end with an error.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu and shutil.which("numactl"):
@@ -58,7 +58,10 @@ def bound_if_possible(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Run torchrun; return the status of the first rank that failed, 128 + N after signal N."""
+    """Run torchrun; return 0, or the status of the first rank that failed.
+
+    The status is 128 + N if signal N ended this rank.
+    """
     for number in ASKING:
         signal.signal(number, _pass_on)
     try:

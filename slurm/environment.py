@@ -13,20 +13,19 @@ from slurm.values import check_text
 HERE = Path(__file__).resolve().parent
 DEFAULT_PYTHON = ".venv/bin/python"
 TORCH = "2.13.0"
-"""The torch version in constraints.txt."""
+"""Version of torch in constraints.txt, for the message that names a build to install."""
 ASK_TORCH = """
 import importlib.util, runpy
 spec = importlib.util.find_spec("torch")
 values = runpy.run_path(spec.submodule_search_locations[0] + "/version.py") if spec else {}
 print(values.get("__version__", ""), values.get("cuda") or values.get("hip") or "", sep="|")
 """
-"""Program that prints the versions of an interpreter's torch and CUDA, without the seconds that
-importing torch takes.
-"""
+"""Program that prints the versions of an interpreter's torch and of its CUDA or HIP. It does not
+import torch, which would take seconds."""
 
 
 def interpreter(container: str | None = None) -> str | None:
-    """Return the Python of a job's ranks, as slurm/job.sh chooses it; None for a container's."""
+    """Return the Python of a job's ranks, as slurm/job.sh chooses it; None in a container."""
     if container or os.environ.get("CONTAINER"):
         return None
     python = os.environ.get("PYTHON")
@@ -39,7 +38,7 @@ def interpreter(container: str | None = None) -> str | None:
 def digest_of_sources(config: str | None) -> str:
     """Return the digest of the sources and of the configuration file that slurm/job.sh computes.
 
-    Empty on a machine whose shell lacks a program for it; the job's first start then makes it.
+    Empty if this machine's shell lacks a program for it; the job's first start then computes it.
     """
     program = 'source slurm/job.sh && sources "$1" | digest'
     command = ["bash", "-c", program, "bash", config or ""]
@@ -61,10 +60,10 @@ def check_torch(gpus: int, container: str | None = None) -> None:
         return
     build = "no torch"
     if version:
-        build = f"torch {version}, whose torch.version.cuda is None: it is built for CPUs"
+        build = f"torch {version}, which is built for CPUs (torch.version.cuda is None)"
     raise UserError(
-        f"{python} has {build}, and the job asks for {counted(gpus, 'GPU')} a node; make venv "
-        f"TORCH=torch=={TORCH} installs PyTorch's build for GPUs, also on a machine without one; "
-        "or name another interpreter in PYTHON, or an image with --container; --device cpu after "
-        "the entry trains on CPUs"
+        f"{python} has {build}, but the job asks for {counted(gpus, 'GPU')} a node; install "
+        f"PyTorch's build for GPUs (make venv TORCH=torch=={TORCH}, also on a machine without a "
+        "GPU), set PYTHON to another interpreter, give an image with --container, or train on CPUs "
+        "with --device cpu after the entry"
     )

@@ -1,7 +1,7 @@
 """The head of a job's script: a template's options with the job's values, below their comments.
 
-A template's comment explains the template's value. It stays above a value that the job sets by a
-flag of its own, for which it is true too, and is replaced above a value of ``--option``.
+A template's comment explains the template's value. If the job sets this value by a flag of its own,
+the comment is still true, and stays. If ``--option`` sets it, the comment is replaced.
 """
 
 import re
@@ -11,16 +11,16 @@ from runtime.progress import counted
 
 COMMENTS = {
     "comment": "The run's folder, which squeue's %k shows.",
-    "dependency": "Not before that job has ended without an error.",
+    "dependency": "Starts only after that job has ended without an error.",
     "kill-on-invalid-dep": "If that job fails, this one is cancelled instead of waiting forever.",
     "array": "A run for each word of --array; its flags stand below.",
     "LAUNCHER": "What srun starts: ranks, one per GPU, or a torchrun per node.",
-    "CONTAINER": "The image that the ranks run in, by this runtime.",
-    "CONTAINER_MOUNTS": "Folders that it sees besides the checkout.",
+    "CONTAINER": "The image that the ranks run in, with the runtime above.",
+    "CONTAINER_MOUNTS": "Folders that the container sees besides the checkout.",
     "PYTHON": "The interpreter of the ranks.",
-    "LONGMESH_SOURCES": "Digest of the sources at submission; a start that has others says so.",
+    "LONGMESH_SOURCES": "Digest of the sources at submission; a start with others warns.",
 }
-"""Comments on options and variables that the templates lack."""
+"""Comments on options and variables that the templates lack, keyed by option or variable."""
 
 
 def header(
@@ -30,8 +30,8 @@ def header(
 
     Args:
         template: lines of a .sbatch file up to its last option.
-        options: value by option; an empty value makes a switch.
-        by_hand: options of ``--option``, for which a template's comment may be wrong.
+        options: values keyed by option; an empty value makes a switch.
+        by_hand: options given with ``--option``, for which a template's comment may be wrong.
     """
     lines: list[str] = []
     comments: list[str] = []

@@ -1,24 +1,24 @@
 # What the jobs do: check the nodes, start the ranks, pass Slurm's signal on, queue again until the run is finished.
 #
-#   GPUS_PER_NODE      what a node must have; not checked if empty
+#   GPUS_PER_NODE      number of GPUs that the first node must have; not checked if empty
 #   LAUNCHER           ranks: srun starts one per GPU (default). torchrun: srun starts one torchrun per node
-#   PYTHON             .venv/bin/python, or python3 where there is none and in a container
+#   PYTHON             default: .venv/bin/python, or python3 if there is none or in a container
 #   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
-#   MOST_REQUEUES      a job that was queued again so often ends; 100
-#   LONGMESH_SOURCES   digest of the sources at submission, by slurm.submit; else those of the job's first start count
+#   MOST_REQUEUES      number of times that a job is queued again at most; 100
+#   LONGMESH_SOURCES   digest of the sources at submission, by slurm.submit; default: the one at the first start
 
-MOST_STUCK=3   # starts in a row without a new checkpoint
-MOST_REFUSED=3 # tries of what Slurm refuses, ten seconds apart: the nodes wait meanwhile
-MOST_SILENT=18 # tries of what its controller does not answer, as in a restart or a failover
-AGAIN=75       # status of a start that may succeed the next time: a rank hung, or lost another one
-HUNG_NODES=hung_nodes.txt # in the run's folder, left by a watchdog: the nodes to do without
+MOST_STUCK=3   # starts in a row without a new checkpoint, after which the job ends
+MOST_REFUSED=3 # tries of a command that Slurm refuses, ten seconds apart; few, since the nodes wait meanwhile
+MOST_SILENT=18 # tries of a command that its controller does not answer, as during a restart or failover
+AGAIN=75       # status if the next start may succeed: a rank hung, or lost another one
+HUNG_NODES=hung_nodes.txt # file in the run's folder, written by a watchdog: the nodes to exclude
 
 fail() {
     echo "error: $*" >&2
     exit 1
 }
 
-# Before any rank starts: torch would look for a name that does not resolve for minutes.
+# Runs before any rank starts: torch would try for minutes to connect to a name that does not resolve.
 check_nodes() {
     local node
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
@@ -26,28 +26,28 @@ check_nodes() {
             fail "$(hostname) does not resolve the node name $node; enter it in DNS or /etc/hosts, or --exclude=$node"
     done
     [ -z "$GPUS_PER_NODE" ] || [ "$GPUS_PER_NODE" = "${SLURM_GPUS_ON_NODE:-0}" ] ||
-        fail "GPUS_PER_NODE is $GPUS_PER_NODE, and this allocation has ${SLURM_GPUS_ON_NODE:-0} GPUs on $(hostname);" \
+        fail "GPUS_PER_NODE is $GPUS_PER_NODE, but this allocation has ${SLURM_GPUS_ON_NODE:-0} GPUs on $(hostname);" \
             "give --gres and the cluster's file the same number"
 }
 
-# CPUs of each of a node's $1 tasks: an equal share of all that the job has there. With `block:block` the first half of
-# the ranks then fills the first socket, to which the first half of the GPUs belongs. Fewer CPUs than the node has would
-# put ranks of the second half on the first socket too.
+# Print the CPUs of each of a node's $1 tasks: an equal share of all that the job has there. With `block:block` the
+# first half of the ranks then fills the first socket, to which the first half of the GPUs belongs. With a smaller
+# share, ranks of the second half would be on the first socket too.
 cpus_per_task() {
     local fewest requested=${SLURM_CPUS_PER_TASK:-1} share
-    # 128(x2),96: nodes that differ have the share of the smallest.
+    # As in 128(x2),96: if nodes differ, all have the share of the smallest.
     fewest=$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-0}" | sed 's/(.*//' | sort -n | head -n 1)
     share=$((fewest / $1))
     echo $((share > requested ? share : requested))
 }
 
-# The command of one task, in the array `task`, and srun's options for it, in `how`.
+# Put the command of one task into the array `task`, and srun's options for it into `how`.
 arrange() {
     local ranks=${SLURM_NTASKS_PER_NODE:?give --ntasks-per-node}
-    # A site's --export=NONE is for the job's script, and not for its ranks, which need all that is set here. They are
-    # no ranks of MPI, for which a site may start a server beside each task.
+    # A site's --export=NONE is for the job's script, and not for its ranks, which need all variables set here. Ranks
+    # do not use MPI, for which a site may start a server beside each task.
     how=(--export=ALL --mpi=none --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/task-%t.log")
-    # Slurm's default deals tasks out to the sockets in turn, and every second rank would lie far from its GPU. Tasks
+    # Slurm's default deals tasks out to the sockets in turn, so every second rank is far from its GPU. Tasks
     # see all GPUs of their node, without --gpu-bind: NCCL reaches the memory of a neighbour only if the rank sees it.
     how+=(--distribution=block:block --cpu-bind=cores)
     task=("${PYTHON:-$([ -z "$CONTAINER" ] && [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}")
@@ -58,7 +58,7 @@ arrange() {
         task+=(-m slurm.agent --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --rdzv-backend c10d
             --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 12000))"
             --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --log-dir "$LOGS" --tee 3)
-        # One task has the CPUs of all ranks: torchrun binds each to those beside its GPU.
+        # One task has the CPUs of all ranks: torchrun binds each rank to those beside its GPU.
         [ "$device" != cuda ] || task+=(--numa-binding=node)
         export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]: ' ;;
     *) fail "LAUNCHER is $LAUNCHER; it must be ranks or torchrun" ;;
@@ -71,12 +71,12 @@ arrange() {
     esac
 }
 
-# The iteration of the newest checkpoint in the folder $1; nothing without one. The pointer is written after it.
+# Print the iteration of the newest checkpoint in the folder $1; nothing without one. The pointer is written later.
 newest_of() {
     ls "$1" 2>/dev/null | sed -n 's/^iter_0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1
 }
 
-# Whether the newest checkpoint in the folder $1 is of the run's last iteration.
+# Succeed if the newest checkpoint in the folder $1 is of the run's last iteration.
 finished() {
     local last wanted
     last=$(newest_of "$1")
@@ -84,7 +84,7 @@ finished() {
     [ "${last:--1}" -ge "${wanted:-0}" ]
 }
 
-# Put the flags of a start that has no checkpoint yet into the array `begin`, all others into `flags`, the
+# Put the flags that only a start without a checkpoint needs into the array `begin`, all others into `flags`, the
 # configuration's file into `config` and the device into `device`.
 sort_flags() {
     begin=() flags=() config= device=
@@ -103,7 +103,7 @@ sort_flags() {
     config=$(model_file "$config")
 }
 
-# The file that --config $1 names: a path, or a model of configs/models, as in train/config/flags.py.
+# Print the file that --config $1 names: a path, or a model of configs/models, as in train/config/flags.py.
 model_file() {
     local model=${1##*/}
     model=configs/models/$(tr '[:upper:]-' '[:lower:]_' <<<"${model%.toml}").toml
@@ -113,8 +113,8 @@ model_file() {
     if { [ ! -e "$1" ] || [ -d "$1" ]; } && [ -f "$model" ]; then echo "$model"; else echo "$1"; fi
 }
 
-# Ask for the GPUs by name if the job has some. By default a rank without a usable GPU takes the CPU, and so would all
-# nodes of a job whose PyTorch is built for CPUs.
+# Add --device cuda if the run names no device and the job has GPUs. By default a rank without a usable GPU takes the
+# CPU, and so would all nodes of a job whose PyTorch is built for CPUs.
 name_device() {
     [ -n "$device" ] || device=$(sed -n 's/^ *device *= *"\([a-z]*\)".*/\1/p' "$config" 2>/dev/null | tail -n 1)
     if [ "${device:-auto}" = auto ] && [ "${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}" != 0 ]; then
@@ -123,7 +123,7 @@ name_device() {
     fi
 }
 
-# The sources that a start runs, a line each of a digest and a path, and the configuration's file $1.
+# Print a line with digest and path for each source file that a start runs, and for the configuration's file $1.
 sources() {
     local package config
     config=$(model_file "$1")
@@ -136,13 +136,13 @@ sources() {
     } | LC_ALL=C sort | xargs -d '\n' sha256sum
 }
 
-# Eight digits for the lines on standard input.
+# Print an eight-digit digest of standard input.
 digest() {
     sha256sum | cut -c 1-8
 }
 
-# Say if the sources are not those that the job was submitted with: a start takes what lies in the checkout, which
-# people edit while a job waits or trains.
+# Warn if the sources are not those that the job was submitted with: a start takes them from the checkout, which people
+# may edit while a job waits or trains.
 check_sources() {
     local list=$LOGS/sources now submitted changed
     now=$(sources "$config")
@@ -155,12 +155,12 @@ check_sources() {
         "(git worktree add ../NAME)"
 }
 
-# What ranks left as they ended, a line each of a status and a message; runtime/slurm.py writes it.
+# Print what ranks left when they ended: a line with status and message from each, written by runtime/slurm.py.
 endings() {
     cat "$LONGMESH_ENDINGS"/rank-* 2>/dev/null
 }
 
-# scontrol with these arguments, tried again where it is refused or not answered; fails with its last words on stderr.
+# Run scontrol with these arguments; try again if it is refused or not answered. Fail with its last output on stderr.
 persist() {
     local words refused=0 silent=0
     until words=$(scontrol "$@" 2>&1); do
@@ -174,7 +174,7 @@ persist() {
     [ -z "$words" ] || echo "$words"
 }
 
-# The job's state, asked for some minutes where the controller does not answer.
+# Print the state of the job $1; ask for some minutes if the controller does not answer.
 state_of() {
     local state try
     for ((try = 0; try < MOST_SILENT; try++)); do
@@ -185,41 +185,41 @@ state_of() {
     echo "${state:-unknown}"
 }
 
-# What Slurm knows of the job $1 under the name $2; nothing where it is unset.
+# Print Slurm's value of the field $2 for the job $1; nothing if it is unset.
 known_of() {
     scontrol show job -o "$1" | sed -n "s/.* $2=\([^ (]\+\).*/\1/p"
 }
 
-# Keep the job $1 off the nodes $2, besides those that it is kept off. Slurm takes it once the job is queued again, and
-# also if too few nodes are left; the job would wait for ever. So ask for a job like it first.
+# Exclude the nodes $2 from the job $1, besides those already excluded. Slurm accepts this only once the job is queued
+# again, and even if too few nodes are left: the job would then wait forever. So test with a job like it first.
 exclude() {
     local before nodes name value like=() said
     before=$(known_of "$1" ExcNodeList) nodes=$(known_of "$1" NumNodes)
     before=${before:+$before,}
-    [[ $nodes == *-* ]] || nodes=$SLURM_NNODES # no range, but how many of them have ended
+    [[ $nodes == *-* ]] || nodes=$SLURM_NNODES # not a range, but the number of nodes that have ended
     for name in account:Account qos:QOS reservation:Reservation constraint:Features time:TimeLimit gres:TresPerNode; do
         value=$(known_of "$1" "${name#*:}")
         [ -z "$value" ] || like+=("--${name%:*}=${value#gres[:/]}")
     done
     said=$(sbatch --test-only --exclusive --nodes="$nodes" --partition="$SLURM_JOB_PARTITION" \
         "${like[@]}" --exclude="$before$2" --wrap=true 2>&1) ||
-        { echo "a rank hung on $2, which stays: Slurm would not start the job without it ($said)" && return; }
+        { echo "a rank hung on $2, which the job keeps: Slurm would not start it without $2 ($said)" && return; }
     for _ in {1..30}; do
         scontrol update JobId="$1" ExcNodeList="$before$2" && echo "without $2, where a rank hung" && return
         sleep 1
     done
 }
 
-# How far the run in the folder $1 is: its newest checkpoint, and where its last start went on from, which may be a
-# node's own checkpoint.
+# Print how far the run in the folder $1 is: the iterations of its newest checkpoint, and of the checkpoint from which
+# its last start resumed, which may be a node's own.
 progress_of() {
     local newest from
     newest=$(newest_of "$1") from=$(sed -n '$s/.*"iteration": *\([0-9]*\).*/\1/p' "$1/starts.jsonl" 2>/dev/null)
     echo "${newest:-0} ${from:-0}"
 }
 
-# Queue the job $1 again, without the nodes $4. Ends it where that would go in circles: its progress is still $3, as at
-# the start.
+# Queue the job $1 again, without the nodes $4. End it instead if too many starts in a row made no progress: the run $2
+# is still at $3, as at the start.
 queue_again() {
     local job=$1 run=$2 before=$3 nodes=$4 stuck=0
     [ "$(progress_of "$run")" != "$before" ] || stuck=$(($(sed -n 's/^\([1-9]\)$/\1/p' "$LOGS/stuck" 2>/dev/null) + 1))
@@ -227,26 +227,27 @@ queue_again() {
     [ "$stuck" -lt "$MOST_STUCK" ] || fail "$MOST_STUCK starts in a row without a new checkpoint in $run;" \
         "give the job more time, lower --save-interval, or look for errors in $LOGS"
     [ "${SLURM_RESTART_COUNT:-0}" -lt "${MOST_REQUEUES:-100}" ] ||
-        fail "queued again ${MOST_REQUEUES:-100} times, and not finished"
+        fail "queued again ${MOST_REQUEUES:-100} times, and not finished; raise MOST_REQUEUES"
     persist requeue "$job" ||
-        fail "not finished, and scontrol requeue $job is refused; submit the command again, which goes on"
+        fail "not finished, but scontrol requeue $job is refused; submit the command again to resume"
     echo "not finished: queued again"
     [ -z "$nodes" ] || exclude "$job" "$nodes"
 }
 
-# Start the ranks and wait for them; their status in `status`. A signal is passed on, and noted in `told`.
+# Start the ranks, wait for them and put their status into `status`. A signal is passed on, and noted in `told`.
 run_step() {
     local showing step patience rang
-    # The first task's lines are those for people. Its log goes on over starts, of which this one's lines are shown.
+    # The first task's lines are meant for people. Its log has the lines of all starts; only this start's are shown.
     touch "$LOGS/task-0.log"
     tail -n 0 -F "$LOGS/task-0.log" 2>/dev/null &
     showing=$!
     srun "${how[@]}" "${task[@]}" "$@" &
     step=$!
-    # Over a link that is cut srun never hears that the tasks have ended, and waits for ever.
+    # Over a link that is cut, srun never hears that the tasks have ended, and waits forever: kill it after a hang.
     { until [ -e "$run/$HUNG_NODES" ]; do sleep 5; done && sleep 60 && kill -KILL $step; } &>/dev/null &
     patience=$!
-    # The time is nearly over (USR1), or another job has precedence (TERM). The ranks save and end; twice ends at once.
+    # The time is nearly over (USR1), or another job has precedence (TERM). The ranks save and end; a second signal
+    # ends them at once.
     trap 'told=1 rang=1; kill -USR1 $step 2>/dev/null' USR1 TERM
     [ -z "$told" ] || kill -USR1 $step # it came while srun began
     while rang=''; do
@@ -260,22 +261,22 @@ run_step() {
     wait $showing $patience 2>/dev/null
 }
 
-# Set `status` to what the ranks left says of it.
+# Correct `status` by what the ranks left when they ended.
 judge() {
     local errors lost
     errors=$(endings | grep -cv "^$AGAIN ") lost=$(endings | grep -c "^$AGAIN ")
-    # srun returns the highest status: 143 and 137 are of tasks that were ended because another had failed, with 1. They
-    # are also of ranks that somebody else ended, which leave nothing.
+    # srun returns the highest status. 143 and 137 come from tasks that were ended because another had failed with 1,
+    # but also from ranks that somebody else ended, which leave nothing.
     [ "$status" -lt 128 ] || [ -n "$told" ] || [ "$errors" -eq 0 ] || status=1
-    # A node that went away and is back leaves nothing either: its peers alone do, and end with 1.
+    # A node that went away and is back leaves nothing either: only its peers do, and end with 1.
     [ "$status" -ne 1 ] || [ "$errors" -ne 0 ] || [ "$lost" -eq 0 ] || status=$AGAIN
-    if [ -e "$run/$HUNG_NODES" ]; then # the ranks of one task may be killed by those of another
+    if [ -e "$run/$HUNG_NODES" ]; then # ranks of a task may have been killed by another's
         status=$AGAIN nodes=$(paste -sd, "$run/$HUNG_NODES")
     fi
 }
 
-# train RUN ENTRY FLAG...: the run in the folder RUN, from its newest checkpoint on; without one as the flags say.
-# Exits with the training's status.
+# train RUN ENTRY FLAG...: train the run in the folder RUN, from its newest checkpoint, or as the flags say if it has
+# none. Exits with the training's status.
 train() {
     local told=''
     trap 'told=1' USR1 TERM
@@ -288,7 +289,7 @@ train() {
     sort_flags "$@"
     name_device
     before=$(progress_of "$run")
-    if [ -n "$(newest_of "$run")" ]; then # whatever a file says
+    if [ -n "$(newest_of "$run")" ]; then # these override the configuration's file
         begin=(--load "$run" --no-finetune --ckpt-step none)
     elif [[ " ${begin[*]}" != *" --load"* ]] && ! grep -qs '^ *load *=' "$config"; then
         begin=(--load "$run")
@@ -299,7 +300,7 @@ train() {
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; logs of all tasks in $LOGS"
 
     rm -f "$run/$HUNG_NODES"
-    if [ -n "$told" ]; then # before there were ranks to tell
+    if [ -n "$told" ]; then # before there were ranks to pass the signal to
         status=138
     else
         run_step "${flags[@]}" "${begin[@]}" --save "$run"
@@ -309,15 +310,15 @@ train() {
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     if [ $status -gt 0 ] && [ $status -lt 128 ] && [ $status -ne $AGAIN ]; then
         endings | cut -d ' ' -f 2- | sort | uniq -c | sort -rn | head -n 5 >&2
-        exit $status # the same error would come again
+        exit $status # another start would end with the same error
     fi
     state=$(state_of "$job")
     if [ $status -eq 0 ] && finished "$run"; then
         echo "finished: $run"
     elif [ "$state" != RUNNING ] && [ "$state" != unknown ]; then
-        echo "not finished, and not queued again: the job is $state" # scancel would otherwise only restart it
+        echo "not finished, and not queued again: the job is $state" # otherwise scancel would only restart the job
     else
-        queue_again "$job" "$run" "$before" "$nodes" # told to end, or a rank was killed or hung
+        queue_again "$job" "$run" "$before" "$nodes" # the ranks were told to end, or one was killed or hung
     fi
     exit $status
 }

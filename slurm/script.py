@@ -21,13 +21,14 @@ def job_script(
 ) -> str:
     """Return the job's script, which sbatch reads.
 
-    Raises UserError: as ``sbatch_options``, or container flags are given without an image.
+    Raises UserError for the reasons of ``sbatch_options``, or if container flags are given without
+    an image.
     """
     container = _container_variables(args)
     options = {"comment": shlex.quote(save)} | sbatch_options(args, site, gpus, save)
     head, body = read_template(site)
 
-    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # how to start the file itself
+    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # lines on starting it by hand
     cluster = printable(load_cluster(args.cluster).name)
     title = f"# Train on {cluster}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: title, head, count=1, flags=re.M)
@@ -46,14 +47,14 @@ def job_script(
 
 
 def _container_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the variables of a container. Raises UserError: its flags without an image."""
+    """Return a container's variables, keyed by flag. Raises UserError if they lack an image."""
     flags: dict[str, str] = {}
     for name in ("container", "container_runtime", "container_mounts"):
         value = getattr(args, name)
         if value:
             if not args.container:
                 raise UserError(
-                    f"{name} is {value}, and container is not set; name the image with --container"
+                    f"{name} is {value}, but container is not set; give the image with --container"
                 )
             flags[name] = value
     if not flags:
@@ -84,7 +85,7 @@ def _variables(
     if python is not None and python != DEFAULT_PYTHON:
         variables["PYTHON"] = python
 
-    # An array's runs may have different configurations; each makes its digest at its first start.
+    # An array's runs may have different configurations; each computes its digest at first start.
     if not any("--config" in flags for flags in args.array or []):
         digest = digest_of_sources(flag_value(command, "--config"))
         if digest:
@@ -93,7 +94,7 @@ def _variables(
 
 
 def _exports(variables: dict[str, str]) -> list[str]:
-    """Return the lines that export the variables, each below its comment."""
+    """Return the script's lines that export variables, each below its comment."""
     lines = []
     for name, value in variables.items():
         if name in COMMENTS:
@@ -124,7 +125,7 @@ def _start(
 def sbatch_options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[str, str]:
     """Return sbatch's options for this job.
 
-    Raises UserError: its time is not a time, or is over before the ranks have saved.
+    Raises UserError if the time limit is invalid, or not longer than --lead.
     """
     gpu = "gpu"
     if site.gpu:
@@ -162,7 +163,7 @@ def sbatch_options(args: argparse.Namespace, site: Site, gpus: int, save: str) -
     if time_limit is not None and seconds_of(time_limit) <= args.lead:
         raise UserError(
             f"time is {time_limit}, but the ranks are told to save {args.lead} s before it is "
-            "over; give more --time, or less --lead"
+            "over; give a longer --time or a shorter --lead"
         )
     return {key: value for key, value in options.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""The [slurm] table of a cluster's file, and the script of this folder that it names."""
+"""Read the [slurm] table of a cluster's file, and the script template that it names."""
 
 import re
 import tomllib
@@ -19,9 +19,9 @@ class Site:
     """The [slurm] table of a cluster's file: names that this cluster's Slurm uses."""
 
     script: str
-    """Name of the script in this folder to start from: a100 or h100."""
+    """Name of the template in this folder that scripts are made from: "a100" or "h100"."""
     gpu: str | None = None
-    """Name of the GPU in --gres; None requests any GPU."""
+    """Type of GPU to request in --gres; None requests any GPU."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -32,13 +32,14 @@ class Site:
     script's 12.
     """
     interface: str | None = None
-    """Network interface of NCCL and gloo; by default the one that a node's name leads to."""
+    """Network interface for NCCL and gloo; by default the one that a node's name resolves to."""
 
 
 def read_site(path: str) -> tuple[Site, int]:
     """Return the [slurm] table of a cluster's file or name, and its GPUs per node.
 
-    Raises UserError naming the file, the key and the fix.
+    Raises UserError if the table is missing or wrong; the message has the file, the key and the
+    fix.
     """
     check_text({"cluster": path})
     gpus = load_cluster(path).gpus_per_node
@@ -48,17 +49,17 @@ def read_site(path: str) -> tuple[Site, int]:
     if not isinstance(table, dict) or name not in scripts:
         problem = f"script of [slurm] is {name!r}"
         if name is None:
-            problem = "[slurm] names no script"
+            problem = "[slurm] has no script"
         raise ClusterError(
-            f"{path}: {problem}; add one of {', '.join(scripts)}, or name the file of a Slurm "
-            "cluster"
+            f"{path}: {problem}; set script to one of {', '.join(scripts)}, or give the file of a "
+            "Slurm cluster"
         )
 
     types = {field.name: field.type for field in fields(Site)}
     for key, value in table.items():
         if key not in types:
             raise ClusterError(
-                f"{path}: unknown key {key!r} of [slurm]; known are {', '.join(types)}"
+                f"{path}: unknown key {key!r} of [slurm]; use one of {', '.join(types)}"
             )
         required = int if "int" in str(types[key]) else str
         if type(value) is not required or (type(value) is int and value < 1):
@@ -70,16 +71,17 @@ def read_site(path: str) -> tuple[Site, int]:
 
 
 def read_template(site: Site) -> tuple[str, str]:
-    """Return the site's script up to its last #SBATCH option, and the rest, without the last line.
+    """Return the site's template in two parts: up to its last #SBATCH option, and the rest.
 
-    Raises UserError: the script has no options, or another last line.
+    The last line, which starts the training, is left out. Raises UserError if the template has no
+    options, or another last line.
     """
     file = HERE / f"{site.script}.sbatch"
     template = file.read_text(encoding="utf-8").rstrip("\n")
     options = list(re.finditer(r"^#SBATCH .*$", template, flags=re.M))
     if not options or not template.endswith(f"\n{LAST_LINE}"):
         raise UserError(
-            f"{file} has no line of #SBATCH, or does not end with {LAST_LINE}; copy "
+            f"{file} has no #SBATCH line, or does not end with {LAST_LINE}; copy "
             "slurm/h100.sbatch again"
         )
     head_end = options[-1].end()

@@ -44,45 +44,51 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE|NAME",
         help="a file with a [slurm] table, or a name such as h100",
     )
-    size("--nodes", type=positive, help="nodes of the job")
-    size("--gpus", type=positive, help="GPUs of the job, a multiple of a node's")
-    add("--time", metavar="D-HH:MM:SS", help="limit of one start (default: the script's)")
+    size("--nodes", type=positive, help="number of nodes")
+    size("--gpus", type=positive, help="number of GPUs, a multiple of a node's")
+    add("--time", metavar="D-HH:MM:SS", help="time limit of one start (default: the script's)")
     add("--name", help="name of the job (default: that of the run's folder)")
     add("--partition", help="partition (default: the cluster file's)")
     add("--account", help="account (default: the cluster file's)")
-    add("--lead", type=positive, default=600, metavar="SECONDS", help="before the limit, to save")
-    add("--after", metavar="JOB", help="start when that job has ended without an error")
-    add("--array", nargs="+", metavar="FLAGS", help="a run for each of these flags, each one word")
+    add(
+        "--lead",
+        type=positive,
+        default=600,
+        metavar="SECONDS",
+        help="time before the limit at which ranks are told to save (default: %(default)s)",
+    )
+    add("--after", metavar="JOB", help="start only after this job has ended without an error")
+    add("--array", nargs="+", metavar="FLAGS", help="one run for each quoted word of flags")
     add("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
     add("--container", metavar="IMAGE", help="image that the ranks run in")
-    add("--container-runtime", choices=("pyxis", "apptainer"), help="default: pyxis")
-    add("--container-mounts", metavar="A:B,...", help="folders that it sees besides the checkout")
+    add("--container-runtime", choices=("pyxis", "apptainer"), help="runtime (default: pyxis)")
+    add("--container-mounts", metavar="A:B,...", help="folders to mount besides the checkout")
     add(
         "--option",
         action="append",
         default=[],
         metavar="X",
-        help="for sbatch: --option=--KEY=VALUE",
+        help="further option of sbatch: --option=--KEY=VALUE",
     )
     add("--dry-run", action="store_true", help="print the script, submit nothing")
-    add("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="the run")
+    add("command", nargs=argparse.REMAINDER, metavar="ENTRY FLAG...", help="entry and its flags")
     return parser
 
 
 def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[str]]:
     """Check the run for the processes of this job; return its folder, its command and its devices.
 
-    The command is without --save. It asks for ``--device cuda`` unless the run names a device: by
-    default a rank that finds no GPU would train on the CPU. The devices are cuda or cpu, for an
-    array's runs maybe both.
+    The command is without --save. It gets ``--device cuda`` unless the run names a device: by
+    default, a rank that finds no GPU would train on the CPU. The devices are "cuda" or "cpu", or
+    both in an array.
 
-    Raises UserError: a value is no text for a script, the GPUs fill no nodes, or as the entry
-        itself would once the job started.
+    Raises UserError if a value is not allowed in a script, the GPUs do not fill whole nodes, or the
+    entry itself would refuse the run once the job started.
     """
     check_text(vars(args))
     if args.gpus is not None and args.gpus % gpus:
         raise UserError(
-            f"gpus is {args.gpus}, and {args.cluster} has {gpus} per node; give a multiple of "
+            f"gpus is {args.gpus}, but {args.cluster} has {gpus} per node; give a multiple of "
             f"{gpus}, or --nodes"
         )
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -98,7 +104,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[st
         devices.add(device)
     if save is None:
         raise UserError(
-            "save is not set, and a job that is queued again goes on from there; give --save "
+            "save is not set, but a job that is queued again resumes from that folder; give --save "
             "runs/NAME"
         )
     fix = "" if args.name else "; give one with --name"
@@ -122,7 +128,7 @@ def _check_run(command: list[str], array_flags: str, world_size: int) -> tuple[s
         words = shlex.split(array_flags)
     except ValueError as error:
         raise UserError(
-            f"array is {array_flags!r}: {error}; write each run's flags as a shell takes them"
+            f"array is {array_flags!r} ({error}); quote each run's flags as for a shell"
         ) from error
 
     config = entry.parse_args([*flags, *words])
@@ -130,20 +136,20 @@ def _check_run(command: list[str], array_flags: str, world_size: int) -> tuple[s
     check_text({"save": config.checkpoint.save}, place)
     if config.dry.dry_run:
         raise UserError(
-            "dry_run is among the run's flags, and a job trains until the run is finished; start "
-            "the entry with it by hand (--dry-run before the entry prints the job's script)"
+            "dry_run is among the run's flags, but a job trains until the run is finished; start "
+            "the entry with --dry-run by hand (--dry-run before the entry prints the job's script)"
         )
     if any(word.partition("=")[0] == "--save" for word in words):
         raise UserError(
-            f"save is in {array_flags!r} of --array, and an array's runs have numbered folders in "
-            "one; give it after the entry"
+            f"save is in {array_flags!r} of --array, but an array's runs have numbered folders in "
+            "one folder; give --save after the entry"
         )
     entry.validate(config.updated(device="cuda"), world_size)
     return config.checkpoint.save, config.mesh.device
 
 
 def check_login_node() -> None:
-    """Raise UserError if there is no sbatch."""
+    """Raise UserError if this machine has no sbatch, so it is no login node."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "there is no sbatch here; start on a login node, or print the script with --dry-run"
@@ -153,7 +159,7 @@ def check_login_node() -> None:
 def submit(text: str) -> str:
     """Pass a script to sbatch, and return its output.
 
-    Raises UserError: sbatch refuses; the message has its words and a hint.
+    Raises UserError if sbatch refuses the script; the message has sbatch's words and a hint.
     """
     check_login_node()
     result = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
@@ -178,7 +184,7 @@ def main(argv: list[str]) -> int:
         notes = []
         if "cpu" in devices:
             notes.append(
-                f"note: device is cpu, and the job's {counted(gpus, 'GPU')} a node will do nothing"
+                f"note: device is cpu, so the job's {counted(gpus, 'GPU')} a node will be idle"
             )
         if "cuda" in devices:
             try:

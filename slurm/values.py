@@ -1,4 +1,4 @@
-"""Check the texts of a job's script, so that none adds a line or a command to it."""
+"""Check texts that go into a job's script, so that none adds a line or a command to it."""
 
 import re
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from runtime.errors import UserError
 
 NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
-TEXT = (r".*", "printable characters in a line")
-PATH = (r"[^-].*", "printable characters in a line, the first no -")
+TEXT = (r".*", "printable characters in one line")
+PATH = (r"[^-].*", "printable characters in one line, not beginning with -")
 FORMS = {
     "name": (
         r"\w[\w .,+=@~-]*",
@@ -21,14 +21,15 @@ FORMS = {
     **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
     **dict.fromkeys(("array", "command"), TEXT),
 }
-"""Pattern of a value, and the pattern in words, by the name of its flag or key. Every other name,
-also one that is added later, has the pattern NAME."""
+"""Pattern that a value must match, and the pattern in words, keyed by the name of its flag or key.
+Every other name, including one that is added later, has the pattern NAME."""
 
 
 def check_text(values: Mapping[str, object], place: str = "", fix: str = "") -> None:
-    """Check values, and each word of lists, by their names; values that are no texts pass.
+    """Check that texts, or all texts of lists, match the pattern of their name.
 
-    Raises UserError with ``place``, the name and the value, and the texts that are allowed.
+    Other values pass. Raises UserError with ``place``, the name, the value and the texts that are
+    allowed.
     """
     for name, value in values.items():
         pattern, words = FORMS.get(name, NAME)
@@ -38,6 +39,6 @@ def check_text(values: Mapping[str, object], place: str = "", fix: str = "") -> 
                 continue
             flag = re.match(r"--[a-z][a-z\d-]*", text)
             if name == "command" and flag:
-                title = flag[0]  # for the words after it too
+                title = flag[0]  # errors about the words after a flag name it too
             if not text.isprintable() or not re.fullmatch(pattern, text):
                 raise UserError(f"{place}{title} is {text!r}; it must be {words}{fix}")

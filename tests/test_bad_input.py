@@ -122,7 +122,7 @@ CASES = {
     "another architecture": (
         "--load @run --num-layers 3",
         "iter_0000002",
-        "num_layers is 2 there and 3 here",
+        "num_layers is 2 in the checkpoint and 3 in this run",
     ),
     "another kind of model": (
         "--load @run --model-type gpt --position-embedding-type rope",

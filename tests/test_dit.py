@@ -162,7 +162,7 @@ BAD = {
         "context_parallel_size 4",
         "patch_size",
     ),
-    "--latent-shape 3 8 8": ("digits holds latents of 1 8 8", "latent_shape is 3 8 8"),
+    "--latent-shape 3 8 8": ("with latents of 1 8 8", "latent_shape is 3 8 8"),
     "--num-classes 5": ("num_classes 5", "label"),
     "--objective rectified_flow --learn-sigma": ("learn_sigma", "rectified_flow"),
     "--ema-decay 1": ("ema_decay is 1",),

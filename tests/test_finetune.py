@@ -164,7 +164,7 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_p
         (
             theirs,
             ("--finetune", "--num-layers", "3"),
-            "a different architecture: num_layers is 2 there and 3 here",
+            "a different architecture: num_layers is 2 in the checkpoint and 3 in this run",
         ),
         (
             tmp_path / "none",

@@ -331,7 +331,7 @@ def test_a_lock_that_is_no_file(kind, run):
 
     _, (line,) = ended(begin)
     assert "run/.lock is a" in line
-    assert "which is no lock; remove it" in line
+    assert "which is not a lock; remove it" in line
 
 
 @pytest.mark.parametrize(

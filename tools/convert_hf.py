@@ -3,7 +3,7 @@
   python -m tools.convert_hf import SRC RUN
   python -m tools.convert_hf export RUN DST
 
-A model of any size needs memory for a few of its tensors. A run made so begins at iteration 0:
+A model of any size needs memory for only a few tensors. An imported run begins at iteration 0:
 
   pretrain_gpt.py --config RUN/config.toml --finetune --load RUN --save OTHER --data-path ...
   python -m tools.sample --load RUN
@@ -53,15 +53,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
-    """Make a run of a Hugging Face folder, and describe it.
+    """Create a run from a Hugging Face folder; return a description.
 
     ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder
     ``hf`` with the other files of the model. Code of the model's repository is neither run nor
-    copied. ``adapter`` is a folder of PEFT's adapters (LoRA), stored next to the weights as in a
-    run with ``--lora-rank``.
+    copied. ``adapter`` is a folder of PEFT's adapters (LoRA), which are stored next to the weights
+    as in a run with ``--lora-rank``.
 
-    Raises UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is
-    written then.
+    Raises UserError, and writes nothing, if ``run`` exists, or if the folder is not a whole model
+    of a supported family.
     """
     model, weights, read = open_hf(source, print)
     with_adapters = ""
@@ -99,7 +99,7 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
 
 
 def _either(adapters: Mapping[str, Tensor], read_adapters: Read, read_base: Read) -> Read:
-    """Return a function that reads a tensor of the adapters or of the base model."""
+    """Return a function that reads a tensor from the adapters or, if not there, the base model."""
 
     def read(name: str) -> Tensor:
         if name in adapters:
@@ -110,7 +110,7 @@ def _either(adapters: Mapping[str, Tensor], read_adapters: Read, read_base: Read
 
 
 def _with_tokenizer(config: Config, file: Path, path: Path) -> tuple[Config, str]:
-    """Return the configuration with a tokenizer, and a note if the model lacks some of its tokens.
+    """Return the configuration with a tokenizer, and a note on tokens that the model lacks.
 
     Args:
         file: the tokenizer in the draft of the run.
@@ -123,7 +123,7 @@ def _with_tokenizer(config: Config, file: Path, path: Path) -> tuple[Config, str
     lacking = tokenizer.missing(size, size)
     if lacking is not None:
         extra_entries = tokenizer.vocab_size - size
-        note = f"\nnote: {extra_entries} entries are the tokenizer's alone: {lacking}"
+        note = f"\nnote: the model lacks {extra_entries} entries of the tokenizer: {lacking}"
 
     data = DataConfig(tokenizer_model=str(path.absolute()))
     return replace(config, data=data), note
@@ -143,17 +143,17 @@ def export_model(
     *,
     adapter: bool = False,
 ) -> str:
-    """Write a run's weights as a Hugging Face folder, and describe it.
+    """Write a run's weights as a Hugging Face folder; return a description.
 
     The folder gets the other files of an imported model. The model's maximum length is as before,
     or the length of training if that is longer; the returned text says so. Adapters (LoRA) are
-    merged into the weights; with ``adapter`` they alone are written, as PEFT's files.
+    merged into the weights; with ``adapter`` only the adapters are written, as PEFT's files.
 
-    The dtype is by default that of the imported config.json, and of a run without one that of its
-    checkpoint; an import that was not trained keeps each tensor's, and so do adapters alone.
+    By default the dtype is that of the imported config.json, or of the checkpoint if there is none.
+    An import that was not trained keeps each tensor's dtype, and so do adapters without weights.
 
-    Raises UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot
-    express the model; nothing is written then.
+    Raises UserError, and writes nothing, if ``target`` exists, the run has no whole checkpoint, or
+    the transformers library cannot express the model.
     """
     toml = config_file(run)
     checkpoint = checkpoint_of(run, step)
@@ -191,8 +191,8 @@ def export_model(
                     carry(hf_folder, draft)
                 chat_text = _write_chat(draft, extra[CHAT], config, extra, dict(contents))
                 chat_text += (
-                    f"; transformers generates by the base's {GENERATION} unless it is given this "
-                    "folder's"
+                    f"; transformers uses the base model's {GENERATION} unless it is given the one "
+                    "of this folder"
                 )
 
         return (
@@ -206,8 +206,8 @@ def export_model(
         model = replace(model, max_position_embeddings=max(before, trained_on))
         if trained_on > before > 0:
             notes = (
-                f"; max_position_embeddings is {trained_on:,}, the length trained on, "
-                f"and was {before:,}"
+                f"; max_position_embeddings is {trained_on:,}, the length trained on "
+                f"(before: {before:,})"
             )
 
     hf_weights, read_hf = their_weights(weights, read, model)
@@ -235,7 +235,7 @@ def export_model(
 
 
 def _hf_folder(run: Path, config: Config) -> Path | None:
-    """Return this run's folder with a Hugging Face config.json, else that of its first weights."""
+    """Return the folder of Hugging Face files in this run, or in the run that it loaded, if any."""
     for folder in (run, config.checkpoint.load):
         if folder and (Path(folder) / HF_FOLDER / CONFIG).is_file():
             return Path(folder) / HF_FOLDER
@@ -245,7 +245,7 @@ def _hf_folder(run: Path, config: Config) -> Path | None:
 def _cast(
     weights: Mapping[str, Tensor], read: Read, dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], Read]:
-    """Return the weights in a dtype (None: each its own), and a function that reads them so."""
+    """Return the weights in a dtype (None: each in its own), and a function to read them."""
     cast = {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
 
     def read_cast(name: str) -> Tensor:
@@ -261,9 +261,9 @@ def _write_chat(
     extra: dict[str, Any],
     settings: dict[str, Any],
 ) -> str:
-    """Write the chat template and the turn-end tokens; return the text that says so.
+    """Write the chat template and the turn-end tokens; return a description of what was written.
 
-    The tokenizer of training is written too, if the model came with another one or with none.
+    Also writes the tokenizer used in training, unless the model already has it.
     """
     tokenizer = Path(str(config.data.tokenizer_model))
     text = ""
@@ -284,14 +284,15 @@ def _write_chat(
         text += "; the chat template of its conversations"
     if not chat["ends"]:
         return (
-            f"{text}, whose turns end with no token of their own, so that generation may not stop"
+            f"{text}; the assistant's turns do not end with a token of their own, so generation "
+            "may not stop"
         )
 
-    return f"{text}, whose turns end with {', '.join(map(str, chat['ends']))}"
+    return f"{text}; the assistant's turns end with {', '.join(map(str, chat['ends']))}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:
-    """Return the longest sequence of a run, and of the runs whose weights it began with."""
+    """Return the longest training sequence of a run and of the runs whose weights it began with."""
     longest = config.train.seq_length
     visited = {run}
     while config.checkpoint.load:
@@ -309,7 +310,7 @@ def _length_trained_on(run: Path, config: Config) -> int:
 
 
 def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
-    """Return the Hugging Face model that a run's adapters belong to, if it is known."""
+    """Return the name or path of a run's base model in Hugging Face format, if it is known."""
     hf_model = config.checkpoint.hugging_face
     if hf_model is not None:
         return str(hf_model)
@@ -324,10 +325,10 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
 
 
 def size(text: str) -> int:
-    """Parse a size such as 5GB."""
+    """Parse a size such as 5GB; return it in bytes."""
     match = re.fullmatch(r"(\d{1,6})\s*([KMG]I?B)?", text.upper())
     if match is None or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB")
     return int(match[1]) * UNITS[match[2] or ""]
 
 
@@ -350,8 +351,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = import_dit(args.source, args.run)
     else:
         raise UserError(
-            f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; "
-            "leave it out"
+            f"--adapter is {args.adapter}, but {args.source} is a diffusion transformer; "
+            "leave out --adapter"
         )
 
     print(text)
@@ -360,26 +361,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.convert_hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    import_help = "a Hugging Face folder to a run of iteration 0"
+    import_help = "convert a Hugging Face folder to a run at iteration 0"
     add = commands.add_parser("import", allow_abbrev=False, help=import_help).add_argument
     add("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
-    add("run", type=Path, metavar="RUN", help="folder to make")
-    add("--adapter", type=Path, metavar="FOLDER", help="of PEFT's adapters (LoRA) of the model")
+    add("run", type=Path, metavar="RUN", help="folder to create")
+    add("--adapter", type=Path, metavar="FOLDER", help="folder of PEFT's adapters (LoRA)")
 
-    export_help = "a run's checkpoint to a Hugging Face folder"
+    export_help = "convert a run's checkpoint to a Hugging Face folder"
     add = commands.add_parser("export", allow_abbrev=False, help=export_help).add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
-    add("target", type=Path, metavar="DST", help="folder to make")
-    add("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
-    add("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
+    add("target", type=Path, metavar="DST", help="folder to create")
+    add(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to export (default: the newest whole checkpoint)",
+    )
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: the imported model's)")
     add(
         "--max-shard-size",
         type=size,
         default="5GB",
         metavar="SIZE",
-        help="of a file (default: 5GB)",
+        help="maximum size of a file (default: 5GB)",
     )
-    add("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
+    add(
+        "--adapter",
+        action="store_true",
+        help="write only the adapters of a LoRA run, as PEFT's files",
+    )
     return parser.parse_args(argv)
 
 

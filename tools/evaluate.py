@@ -1,12 +1,12 @@
-"""Measure loss and perplexity by position, on documents that are longer than a length.
+"""Measure loss and perplexity by position, on documents longer than --seq-length.
 
     python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536
     torchrun --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt \\
         --seq-length 65536
 
 The beginning of each document is one sequence, which the context-parallel ranks share: by default
-all processes. The numbers are those of one process, whatever the mesh. --last-tokens N adds the
-loss of its last N predictions, which see the most context.
+all processes. The results are the same on any mesh. --last-tokens N adds the loss of each
+sequence's last N predictions, which see the most context.
 """
 
 import argparse
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SMALLEST_BUCKET = 64
 CHUNK = 1024
-"""Number of tokens with logits in memory at once, if the run sets no loss chunk size."""
+"""Number of tokens whose logits are in memory at once, if the run sets no loss_chunk_size."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,29 @@ class Bucket:
     end: int
     tokens: int
     loss: float
-    """Mean, in nats per token."""
+    """Mean loss in nats per token."""
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
+        """The exponential of the loss; at most e^99, so that it does not overflow."""
         return math.exp(min(self.loss, 99))
 
 
 class LossByPosition(NextToken):
-    """Next-token prediction whose losses are summed by position, for this rank's tokens."""
+    """Next-token prediction that also sums the losses of this rank's tokens by position."""
 
     def __init__(
         self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]
     ) -> None:
-        """Set up for sequences and buckets [bounds[n], bounds[n + 1]) of their positions."""
+        """Set up a sum for each bucket of positions, [bounds[n], bounds[n + 1])."""
         super().__init__(cp, device, chunk)
         self._chunk = chunk
-        # A rank's positions ascend, so that each bucket is a run of its tokens.
+        # A rank's positions ascend, so each bucket is a contiguous range of its tokens.
         self._cuts = torch.searchsorted(cp.positions, torch.tensor(bounds)).tolist()
         self.sums = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the float32 sum of this rank's losses, and add each bucket's to ``sums``."""
+        """Return the float32 sum of this rank's losses, and add each bucket's share to ``sums``."""
         labels = local["labels"]
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
             if not rows:
                 raise DataError(
                     f"{args.data_path or ' '.join(args.text)} has no document of more than "
-                    f"{length} tokens; give longer ones, or a smaller --seq-length"
+                    f"{length} tokens; give longer documents, or a smaller --seq-length"
                 )
 
         config = complete(config, run.tokenizer.vocab_size, READER)
@@ -144,7 +144,8 @@ def main(argv: list[str]) -> None:
             last = bucket(first, length, cuts, sums, len(rows))
         if not all(math.isfinite(result.loss) for result in results):
             raise CheckpointError(
-                f"{run.checkpoint} has losses that are not finite: its training diverged"
+                f"{run.checkpoint} has losses that are not finite, so its training diverged; "
+                "give an earlier --ckpt-step"
             )
         if is_first():
             _write(folder, run, args, len(rows), results, last)
@@ -155,39 +156,52 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
-    source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
+    source("--data-path", metavar="PREFIX", help="path prefix of a .bin/.idx pair")
     source(
         "--text",
         nargs="+",
         metavar="FILE",
-        help="text files, rows or folders, as tools.prepare_data",
+        help="text files, rows or folders, as for tools.prepare_data",
     )
-    add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
+    add(
+        "--seq-length",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="number of tokens to evaluate of each document",
+    )
     add(
         "--documents",
         type=positive,
         default=32,
         metavar="N",
-        help="the first N long enough (default: %(default)s)",
+        help="take the first N documents that are long enough (default: %(default)s)",
     )
-    add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
+    add(
+        "--last-tokens",
+        type=positive,
+        metavar="N",
+        help="add a row for the last N tokens of each document",
+    )
     add_begin(parser, "--text")
-    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add("--save", type=Path, metavar="DIR", help="folder to write to (default: RUN/evaluation)")
     add_mesh(parser)
     args = parser.parse_args(argv)
     if (args.last_tokens or 0) > args.seq_length:
         raise ConfigError(
-            f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; "
-            "give at most that"
+            f"--last-tokens is {args.last_tokens}, but --seq-length is {args.seq_length}; "
+            "give a smaller --last-tokens"
         )
 
     return args
 
 
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
-    """Yield the first S + 1 tokens (int64) of every document with more than S.
+    """Yield the first S + 1 token ids (int64) of each document with more than S tokens.
 
-    Raises DataError: the data cannot be read, or have tokens that the model lacks.
+    S is --seq-length.
+
+    Raises DataError if the data cannot be read, or have tokens that the model lacks.
     """
     entries = min(run.tokenizer.vocab_size, run.config.model.vocabulary)
     missing = partial(run.tokenizer.missing, entries)
@@ -209,7 +223,7 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
 def _indexed_documents(
     args: argparse.Namespace, run: Run, entries: int, missing: Callable[[int], str | None]
 ) -> Iterator[np.ndarray]:
-    """Yield the beginnings of the long documents of a .bin/.idx pair."""
+    """Yield the first S + 1 token ids of each long document of a .bin/.idx pair."""
     length = args.seq_length
     tokenizer = run.tokenizer
     indexed = check_indexed(args.data_path, entries, missing=missing)
@@ -233,7 +247,10 @@ def _indexed_documents(
 
 
 def buckets(length: int) -> list[int]:
-    """Return the bounds of buckets of [0, length), which double from ``SMALLEST_BUCKET`` on."""
+    """Divide the positions [0, length) into buckets; return their bounds.
+
+    The bounds double from ``SMALLEST_BUCKET`` on.
+    """
     bounds = [0]
     power = SMALLEST_BUCKET
     while power < length:
@@ -247,7 +264,7 @@ def bucket(
 ) -> Bucket:
     """Return the bucket of positions [begin, end).
 
-    ``sums`` are the summed losses of all documents in each [cuts[n], cuts[n + 1]).
+    ``sums[n]`` is the loss at positions [cuts[n], cuts[n + 1]), summed over all documents.
     """
     tokens = num_documents * (end - begin)
     inside = [loss for cut, loss in zip(cuts[:-1], sums, strict=True) if begin <= cut < end]
@@ -258,10 +275,11 @@ def bucket(
 def losses(
     run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]
 ) -> list[float]:
-    """Return the summed losses of all rows, each [S + 1], in each bucket of positions; collective.
+    """Return the loss in each bucket of positions, summed over all rows; collective.
 
-    All data-parallel ranks take the same number of micro-batches, since they gather the model
-    together: past the last row a rank repeats rows, whose labels it ignores.
+    A row is the beginning of a document [S + 1]. All data-parallel ranks take the same number of
+    micro-batches, since they gather the model together: a rank without a further row repeats an
+    earlier one, and ignores its labels.
     """
     task = LanguageTask(config, mesh)
     chunk = config.recompute.loss_chunk_size or CHUNK
@@ -291,7 +309,7 @@ def losses(
         say(f"{done} of {len(rows)} documents, {time.monotonic() - start_time:.1f} s")
 
     dist.all_reduce(objective.sums)
-    return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
+    return (objective.sums / mesh.tp.size()).tolist()  # each tp rank added the same losses
 
 
 def _write(
@@ -302,7 +320,7 @@ def _write(
     results: Sequence[Bucket],
     last: Bucket | None,
 ) -> None:
-    """Write the table, the figures and the curve."""
+    """Print the table; write it, the numbers and the curve of perplexity."""
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / tokens
     whole = Bucket(0, args.seq_length, tokens, loss)
@@ -343,7 +361,7 @@ def _entry(result: Bucket) -> dict[str, Any]:
 
 
 def curve(results: Sequence[Bucket], trained_length: int | None) -> "Figure":
-    """Draw perplexity over position, and the trained length if it is known."""
+    """Draw perplexity over position, and a line at the training length if it is known."""
     from matplotlib.figure import Figure
 
     from tools.common.report import FAINT, PALETTE, plain

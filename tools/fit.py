@@ -4,8 +4,8 @@
 
 Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and
 reports changes on stderr. Each GPU gets one process, up to 8, and softmax attention computes in
-bfloat16 there, since its kernels take no float32. A context-parallel size that does not fit the
-processes is replaced by the nearest that does; flags of the command line stay.
+bfloat16 there, since its kernels do not support float32. A context-parallel size that does not fit
+the processes is replaced by the nearest that does, unless the command line sets the size.
 """
 
 import os
@@ -21,6 +21,7 @@ from runtime.progress import counted
 from train.config import diffusion, language
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError
+from train.config.suggest import belongs_to
 from train.run import run_entry
 from train.tasks.registry import ENTRIES
 
@@ -29,19 +30,22 @@ MAX_PROCESSES = 8
 
 
 def parsed(arguments: Sequence[str]) -> CommonConfig:
-    """Parse the flags of either entry; the configuration's file decides which. Raises UserError."""
+    """Parse flags of pretrain_gpt.py or pretrain_dit.py; the configuration's file decides which.
+
+    Raises UserError.
+    """
     try:
         return language.parse_args(arguments)
     except ConfigError as error:
-        if "that is for pretrain_dit.py" not in str(error):
+        if belongs_to("pretrain_dit.py") not in str(error):
             raise
     return diffusion.parse_args(arguments)
 
 
 def main(argv: list[str]) -> None:
-    """Print the number of processes and the flags.
+    """Print the number of processes, and the flags to add to the command line.
 
-    A non-empty NPROC in the environment sets the number.
+    A non-empty NPROC in the environment sets the number of processes.
     """
     entry, *flags = argv or ["--help"]
     if entry == "--version":
@@ -55,24 +59,25 @@ def main(argv: list[str]) -> None:
             f"the entry is {entry!r}; give {' or '.join(ENTRIES)}, and then its flags"
         )
     if {"-h", "--help", "--version"} & set(flags):
-        print(1)  # the entry prints it
+        print(1)  # one process of the entry prints its help or version
         return
 
     nproc = os.environ.get("NPROC", "")
     if nproc and not (nproc.isdigit() and int(nproc)):
-        raise ConfigError(f"NPROC is {nproc!r}; it must be a whole number from 1")
+        raise ConfigError(f"NPROC is {nproc!r}; it must be a whole number of 1 or more")
 
     size, added_flags = fit(entry, flags, int(nproc) if nproc else None)
     print(size, *added_flags)
     if added_flags:
         processes = counted(size, "process")
-        print(f"to suit {processes} on this machine: {' '.join(added_flags)}", file=sys.stderr)
+        print(f"added to fit {processes} on this machine: {' '.join(added_flags)}", file=sys.stderr)
 
 
 def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:
     """Return the number of processes and the flags to add.
 
-    If no context-parallel size fits, no size is added, and the entry reports the reason.
+    ``processes`` sets the number; by default it depends on the device. If no context-parallel size
+    fits, no size is added, and the entry reports the reason.
     """
     config = ENTRIES[entry].parse_args(flags)
     on_gpu = config.mesh.device_type == "cuda"
@@ -107,7 +112,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
 
 
 def _needs_bf16(config: Any) -> bool:
-    """Return True if softmax attention runs by GPU kernels, every one of which refuses float32."""
+    """Return True if softmax attention runs on GPU kernels, none of which supports float32."""
     context = config.context
     softmax = not config.model.linear_attention or config.model.own_softmax_layout
     plain = context.context_parallel_method == "none" or context.attention_backend == "reference"

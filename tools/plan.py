@@ -13,13 +13,13 @@ python -m tools.plan --config llama3_8b --cluster configs/clusters/h100_pod.toml
     --context-parallel-size 8
 torchrun --nproc-per-node 4 -m tools.plan --config llama_tiny --context-parallel-size 4 --profile
 
-A first argument that is no flag names a model of configs/models: its plans are ranked as by --all,
-and the answer has the command that starts the fastest one. Every flag of pretrain_gpt.py, or of
-pretrain_dit.py, is taken too.
+If the first argument is not a flag, it names a model of configs/models: plans are ranked as with
+--all, and the answer includes the command that starts the fastest one. All flags of
+pretrain_gpt.py, or of pretrain_dit.py, are accepted too.
 
---cluster is a file or a name such as h100. Without it the device at hand decides, and for a named
-model on a machine without a GPU h100. Without --world-size the plan is for the processes started,
-else for the product of the mesh's sizes, and for a named model for one node.
+--cluster is a file or a name such as h100; by default this machine's device decides, or h100 for a
+named model on a machine without a GPU. Without --world-size the plan is for the processes that were
+started; if none were, for one node with a named model, else for the product of the mesh's sizes.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.tokenizer import load_tokenizer
@@ -70,14 +70,17 @@ DEFAULT_TOP = 10
 DEFAULT_CLUSTER = "h100"
 """Cluster of a named model if neither a flag nor a GPU decides it."""
 MIN_TOKENS = 8192
-"""Minimum number of tokens per GPU and step of a named model without a batch size flag."""
+"""Number of tokens per GPU and step that a named model's batch has, unless a flag sets it.
+
+It is approximate: a batch has whole sequences, and at least one.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the planner's own flags."""
     parser = parser_for("python -m tools.plan", __doc__)
     add = parser.add_argument
-    add("--world-size", type=int, metavar="N", help="processes to plan for")
+    add("--world-size", type=int, metavar="N", help="number of processes to plan for")
 
     goal = parser.add_mutually_exclusive_group().add_argument
     goal(
@@ -88,20 +91,20 @@ def build_parser() -> argparse.ArgumentParser:
     goal(
         "--longest",
         action="store_true",
-        help="as --all, for the longest sequence that fits, by all of the memory",
+        help="as --all, for the longest sequence that fits if all of the memory is used",
     )
     goal(
         "--fewest",
         action="store_true",
-        help="as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes",
+        help="as --all, on the fewest processes that suffice: 1, 2, 4, ... or whole nodes",
     )
     goal(
         "--fits",
         action="store_true",
-        help="a process's memory by component as it is configured, and what to change",
+        help="print a process's memory by component as configured, and what to change",
     )
 
-    add("--top", type=int, metavar="N", help=f"rows to show (default: {DEFAULT_TOP})")
+    add("--top", type=int, metavar="N", help=f"number of rows to show (default: {DEFAULT_TOP})")
     add(
         "--document-lengths",
         type=int,
@@ -109,26 +112,31 @@ def build_parser() -> argparse.ArgumentParser:
         default=(),
         metavar="N",
         help=(
-            "with --reset-attention-mask: tokens of documents to draw from "
-            "(default: those of --data-path)"
+            "with --reset-attention-mask: document lengths in tokens to draw from "
+            "(default: the lengths in --data-path)"
         ),
     )
-    add("--profile", action="store_true", help="run the best candidates on the processes at hand")
+    add("--profile", action="store_true", help="run the best candidates on these processes")
     add(
         "--profile-top",
         type=int,
         default=8,
         metavar="N",
-        help="how many to run (default: %(default)s)",
+        help="number of candidates to run (default: %(default)s)",
     )
     add(
         "--profile-iters",
         type=int,
         default=3,
         metavar="N",
-        help="iterations of each, and one before",
+        help="iterations to time of each candidate, after a warm-up (default: %(default)s)",
     )
-    add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
+    add(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the fastest plan as TOML for pretrain_gpt.py",
+    )
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
@@ -136,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
 def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     """Return the planner's flags, the configuration, the number of processes and the cluster.
 
-    Raises UserError: flags that do not fit, or too few processes to profile on.
+    Raises UserError if flags contradict each other, or if --profile lacks the planned processes.
     """
     model = None
     if argv and not argv[0].startswith("-"):
@@ -176,7 +184,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if config.reads_text and config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
             raise ConfigError(
-                "vocab_size is not set, and no tokenizer_model either; name a model first, as in "
+                "neither vocab_size nor tokenizer_model is set; name a model first, as in "
                 "tools.plan llama3_8b, name the model with --config FILE, or give --vocab-size N"
             )
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
@@ -193,14 +201,14 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
     for name in ("write", "profile", "top"):
         if args.fits and getattr(args, name):
             raise ConfigError(
-                f"--{name} is for ranked plans, and --fits looks at one configuration; "
-                f"leave --{name} out"
+                f"--{name} is for ranked plans, but --fits looks at one configuration; "
+                f"leave out --{name}"
             )
 
     for name in ("longest", "profile"):
         if getattr(args, name) and not is_language:
             raise ConfigError(
-                f"{name} is for language models; leave it out, or change latent_shape"
+                f"--{name} is for language models; leave it out, or change latent_shape"
             )
 
     flags = [word.partition("=")[0].replace("_", "-") for word in run_flags]
@@ -211,23 +219,23 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
 
 
 def _check_profile(config: Config, world_size: int) -> None:
-    """Raise UserError unless the planned number of processes was started, and the run suits it."""
+    """Raise UserError unless the planned number of processes was started and suits the run."""
     started = launched_world_size()
     if started != world_size:
         processes = counted(world_size, "process")
         raise ConfigError(
-            f"profile needs {processes}, as planned for, and finds {started}; use torchrun with "
-            f"{processes} in all, or leave --profile out to predict alone"
+            f"--profile needs the {processes} of the plan, but {started} started; use torchrun "
+            f"with {processes} in all, or leave out --profile to only predict"
         )
 
     validate(config.updated(context_parallel_method="auto", cluster=None), world_size)
 
 
 def vocabulary(tokenizer: str, model: str | None) -> int:
-    """Return the number of a tokenizer's entries.
+    """Return the number of entries in a tokenizer's vocabulary.
 
-    If the tokenizer that a named model's file expects was not made yet, assume the default size of
-    tools.prepare_data: a plan should need no data.
+    If the tokenizer that a named model's file expects does not exist yet, assume the default size
+    of tools.prepare_data: a plan should need no data.
     """
     model_config: Any = parsed(["--config", model]) if model else None
     is_expected = model_config and tokenizer == model_config.data.tokenizer_model
@@ -235,8 +243,8 @@ def vocabulary(tokenizer: str, model: str | None) -> int:
         return load_tokenizer(tokenizer).vocab_size
 
     print(
-        f"note: {tokenizer} is not there; a vocabulary of {DEFAULT_VOCAB_SIZE} is assumed, the "
-        "default of tools.prepare_data (--vocab-size says another)",
+        f"note: {tokenizer} does not exist; a vocabulary of {DEFAULT_VOCAB_SIZE} is assumed, the "
+        "default of tools.prepare_data (--vocab-size sets another)",
         file=sys.stderr,
     )
     return DEFAULT_VOCAB_SIZE
@@ -258,8 +266,8 @@ def _ranked(
 
     resource = "" if ranking.over_memory else " of host memory"
     note = (
-        f"as configured it takes {min(too_large) / 1e9:.1f} GB{resource}; "
-        "what decides memory is varied (--fits says for what)"
+        f"as configured, a process takes {min(too_large) / 1e9:.1f} GB{resource}, so settings that "
+        "save memory are varied (--fits shows the memory by component)"
     )
     return rank([config], world_size, cluster, lengths, settings), note
 
@@ -293,7 +301,7 @@ def _print_json(
 
 
 def plan(argv: list[str]) -> None:
-    """Rank the candidates, profile them if asked, print and write."""
+    """Rank the candidates, profile them if requested, and print and write the plans."""
     args, config, world_size, cluster = prepare(argv)
     if args.fits:
         print_memory(args, config, world_size, cluster)
@@ -314,7 +322,7 @@ def plan(argv: list[str]) -> None:
 
     if args.profile:
         rows = _profiled(args, rows)
-    if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group
+    if os.environ.get("RANK", "0") != "0":  # is_first() needs the group, but profiling ended it
         return
 
     if args.json:

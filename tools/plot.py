@@ -1,4 +1,4 @@
-"""Pictures: layouts of methods, with the tiles of each round, and losses of runs.
+"""Draw the layouts of context-parallel methods, with each round's tiles, or the losses of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import UserError
@@ -32,10 +32,10 @@ MAX_TOKENS = 512
 
 
 def layout_figure(args: argparse.Namespace) -> "Figure":
-    """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
+    """Draw methods, by default ``PLAIN``, or ``PACKED`` if there are documents or a window.
 
-    Raises UserError: an unknown method, documents of another length, or a picture too large to
-    read.
+    Raises UserError for an unknown method, if --documents and --seq-length differ, or if the
+    picture would be too large to read.
     """
     from tools.common.layouts.drawing import PACKED, PLAIN, drawing
     from tools.common.layouts.figure import draw
@@ -47,15 +47,15 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
         documents = (0, *accumulate(lengths))
         if args.seq_length not in (None, length):
             raise UserError(
-                f"--seq-length is {args.seq_length} and --documents have {length} tokens; "
-                "leave --seq-length out"
+                f"--seq-length is {args.seq_length}, but --documents have {length} tokens; "
+                "leave out --seq-length"
             )
     else:
         length = 32 if args.seq_length is None else args.seq_length
 
     if length > MAX_TOKENS or args.size > length:
         raise UserError(
-            f"--seq-length is {length} and --size {args.size}; a picture shows up to {MAX_TOKENS} "
+            f"--seq-length is {length} and --size is {args.size}; give at most {MAX_TOKENS} "
             "tokens, and at least one for each rank"
         )
 
@@ -71,12 +71,13 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
 
 
 def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Read the curves of a run's fields: pairs of x, in the units of ``by``, and value.
+    """Read the curve of each field from a run's metrics: pairs of x and value.
 
-    A repeated iteration, as after a resume, counts as last written.
+    x is in the unit ``by``, a key of ``BY``. If an iteration was repeated, as after a resume, its
+    last record counts.
 
-    Raises UserError: the file is missing, a line is not the record of an iteration, or none has the
-    fields.
+    Raises UserError if the file is missing, a line is not the record of an iteration, or no line
+    has the fields.
     """
     from train.callbacks.metrics import read_metrics
 
@@ -103,15 +104,15 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
         present = "no iteration"
         if by_iteration:
             present = ", ".join(by_iteration[max(by_iteration)])
-        raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {present}")
+        raise UserError(f"{path} has no {' and no '.join(fields)}; it has {present}")
 
     return curves
 
 
 def smoothed(points: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
-    """Average the values exponentially; each keeps ``share`` of the mean before it.
+    """Smooth a curve by an exponential moving average with the decay ``share``.
 
-    Dividing by the weights' sum removes the pull of the zero that the mean begins with.
+    Dividing by the sum of the weights corrects for the mean's start at zero.
     """
     mean = 0.0
     weight = 0.0
@@ -129,16 +130,16 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 
     Other fields get a panel each.
 
-    Raises UserError: ``smooth`` is out of range, or as ``read_curves``.
+    Raises UserError if ``smooth`` is out of range, or for the reasons given in ``read_curves``.
     """
     from matplotlib.figure import Figure
 
     if not 0 <= smooth < 1:
-        raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")
+        raise UserError(f"--smooth is {smooth}; it must be at least 0 and below 1")
 
     requested = metrics or list(LOSSES)
     losses = tuple(field for field in requested if field in LOSSES)
-    panels: dict[tuple[str, ...], None] = {}  # in order, each once
+    panels: dict[tuple[str, ...], None] = {}  # an ordered set of tuples
     for field in requested:
         panels[losses if field in LOSSES else (field,)] = None
 
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    layout_help = "who owns which token, and each round's tiles"
+    layout_help = "the rank of each token, and each round's tiles"
     _add_layout(commands.add_parser("layout", help=layout_help, allow_abbrev=False))
     losses_help = "training and validation loss of runs, or other fields of metrics.jsonl"
     _add_losses(commands.add_parser("losses", help=losses_help, allow_abbrev=False))
@@ -226,26 +227,36 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="METHOD",
         help=(
-            "default: ring striped zigzag allgather; "
-            "with documents or a window exchange, not allgather"
+            "methods to draw (default: ring striped zigzag allgather; "
+            "with documents or a window, exchange instead of allgather)"
         ),
     )
-    add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
-    add("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    add("--seq-length", type=int, help="number of tokens (default: 32, or all of the documents)")
+    add("--size", type=int, default=4, help="number of ranks (default: %(default)s)")
     add(
-        "--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents"
+        "--documents",
+        nargs="+",
+        type=positive,
+        metavar="LENGTH",
+        help="numbers of tokens of packed documents",
     )
     add(
         "--window",
         type=positive,
         metavar="TOKENS",
         help=(
-            "tokens that each sees before itself, in full attention behind itself too; default: all"
+            "number of tokens that each token sees before itself and, in full attention, "
+            "after itself (default: all)"
         ),
     )
     mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
     mask("--full", dest="causal", action="store_false", help="full attention")
-    add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    add(
+        "--output",
+        type=Path,
+        default=Path("layouts.png"),
+        help="picture to write (default: %(default)s)",
+    )
 
 
 def _add_losses(parser: argparse.ArgumentParser) -> None:
@@ -256,20 +267,30 @@ def _add_losses(parser: argparse.ArgumentParser) -> None:
         "--metric",
         nargs="+",
         metavar="FIELD",
-        help="of metrics.jsonl, losses in one panel (default: these)",
+        help="fields of metrics.jsonl to draw; losses share a panel (default: losses)",
     )
-    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
+    add(
+        "--by",
+        choices=BY,
+        default="iteration",
+        help="unit of the horizontal axis (default: %(default)s)",
+    )
     add(
         "--smooth",
         type=float,
         default=0.0,
         metavar="SHARE",
         help=(
-            "share that a point keeps of the mean before it, 0 to below 1 (default: 0); "
+            "share of the running mean in each point, from 0 to below 1 (default: 0); "
             "validation is not smoothed"
         ),
     )
-    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    add(
+        "--output",
+        type=Path,
+        default=Path("loss.png"),
+        help="picture to write (default: %(default)s)",
+    )
 
 
 if __name__ == "__main__":

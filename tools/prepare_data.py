@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.chat.conversations import NAMED
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; exit for flags that do not go together."""
+    """Parse the command line; exit with an error if flags contradict each other."""
     parser = parser_for("python -m tools.prepare_data", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group().add_argument
@@ -62,27 +62,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="PATH",
         help=(
-            "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders "
-            "(--json-keys); any of them as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT of the hub; "
+            "text files; rows of .jsonl, .ndjson, .json, .parquet and folders of the datasets "
+            "library (--json-keys); files also as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT from the "
+            "hub; "
             "other folders are searched for --suffix"
         ),
     )
-    source(
-        "--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there"
-    )
+    source("--check", metavar="PREFIX", help="write nothing; check all data of an existing prefix")
     add(
         "--inspect",
         type=positive,
         metavar="N",
         help=(
-            "with --check: show N documents, or samples of conversations, what carries loss "
-            "marked, and the share of tokens in documents longer than 1K, 4K, 32K and 128K"
+            "with --check: show N documents, or samples of conversations with the tokens that "
+            "carry loss marked, and the share of tokens in documents longer than 1K, 4K, 32K "
+            "and 128K"
         ),
     )
     add(
         "--whole",
         action="store_true",
-        help="with --inspect: all of each text, not its beginning and end alone",
+        help="with --inspect: show all of each text, not only its beginning and end",
     )
     add(
         "--suffix",
@@ -94,14 +94,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="KEY",
         help=(
-            "field of the rows that holds the text (default: text); "
-            "one, since a prefix holds one corpus"
+            "field of the rows that has the text (default: text); "
+            "only one, since a prefix has one corpus"
         ),
     )
     add(
         "--output-prefix",
         metavar="PREFIX",
-        help=f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)",
+        help=f"path prefix of the output (default: {DEFAULT_PREFIX}, only with --stdlib)",
     )
 
     tokenizer = parser.add_mutually_exclusive_group().add_argument
@@ -127,12 +127,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="stop after N bytes of text (default: take all)",
     )
-    add("--overwrite", action="store_true", help="write anew what is there already")
+    add("--overwrite", action="store_true", help="replace output that exists already")
     add(
         "--workers",
         type=positive,
         metavar="N",
-        help="processes that tokenize; the output is the same (default: cores)",
+        help="number of processes that tokenize; the output is the same (default: all cores)",
     )
 
     _add_chat(parser)
@@ -147,13 +147,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add(
         "--chat",
         action="store_true",
-        help="the input is conversations of ShareGPT or OpenAI messages",
+        help="the input is conversations, in ShareGPT's format or as OpenAI messages",
     )
     add(
         "--seq-length",
         type=positive,
         metavar="N",
-        help="tokens of a sample, which holds many of them",
+        help="number of tokens per sample; many conversations are packed into a sample",
     )
     add(
         "--chat-template",
@@ -165,37 +165,37 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--too-long",
         choices=policies,
         default="error",
-        help="for more than N tokens (default: error)",
+        help="policy for a conversation of more than --seq-length tokens (default: error)",
     )
     add(
         "--skip-refused",
         action="store_true",
-        help="list what cannot be used in PREFIX.refused.txt, and go on",
+        help="list conversations that cannot be used in PREFIX.refused.txt, and go on",
     )
     add(
         "--strict",
         action="store_true",
         help=(
-            "refuse a conversation with something that is not read, such as an unknown key; "
-            "by default these are counted and reported"
+            "refuse a conversation with a part that is not read, such as an unknown key; "
+            "by default such parts are counted and reported"
         ),
     )
 
 
 def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Report the first flags that do not go together, which ends the command."""
+    """Report the first flags that contradict each other, and end the command."""
     if args.input and not args.output_prefix:
-        parser.error("--input needs --output-prefix: where to write")
+        parser.error("--input needs --output-prefix; give the path to write to, without an ending")
     if args.json_keys and len(args.json_keys) > 1:
         parser.error(
-            f"--json-keys names {len(args.json_keys)} fields, and a prefix holds one corpus; "
-            "prepare each on its own"
+            f"--json-keys names {len(args.json_keys)} fields, but a prefix has one corpus; "
+            "prepare each field on its own"
         )
 
     if args.inspect and not args.check:
-        parser.error("--inspect goes with --check PREFIX, the data to show")
+        parser.error("--inspect needs --check PREFIX, the data to show")
     if args.whole and not args.inspect:
-        parser.error("--whole goes with --inspect N")
+        parser.error("--whole needs --inspect N")
 
     if args.chat:
         required = {"--input": args.input, "--seq-length": args.seq_length}
@@ -204,23 +204,25 @@ def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"--chat needs {' and '.join(lacking)}")
         if not args.tokenizer_model and args.chat_template not in NAMED:
             parser.error(
-                "--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, "
-                f"one of {', '.join(NAMED)}"
+                "--chat needs --tokenizer-model FILE or, to train a tokenizer, "
+                f"--chat-template NAME, one of {', '.join(NAMED)}"
             )
     else:
         uses_chat = args.seq_length or args.chat_template or args.skip_refused or args.strict
         if uses_chat or args.too_long != "error":
             parser.error(
-                "--seq-length, --chat-template, --too-long, --skip-refused and --strict "
-                "go with --chat"
+                "--seq-length, --chat-template, --too-long, --skip-refused and --strict need --chat"
             )
 
     if args.json_keys and not args.input:
-        parser.error("--json-keys goes with --input, whose rows have the keys")
+        parser.error("--json-keys needs --input, with files whose rows have the keys")
     if args.chat and args.add_bos_token != "auto":
-        parser.error("--add-bos-token is for text; a chat template writes it itself")
+        parser.error(
+            "--add-bos-token is for text, but a chat template writes the begin token itself; leave "
+            "out --add-bos-token"
+        )
     if args.chat and (args.max_bytes or args.json_keys):
-        parser.error("--max-bytes and --json-keys are for text, not for --chat")
+        parser.error("--max-bytes and --json-keys are for text, not for --chat; leave them out")
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -269,13 +271,13 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _print_notes(prepared: "Prepared", prefix: Path, is_chat: bool) -> None:
-    """Print the losses of a preparation: unknown text, skipped files, refused conversations."""
+    """Print notes on data that was lost: unknown text, skipped files, refused conversations."""
     if prepared.unknown_tokens:
         share = prepared.unknown_tokens / prepared.tokens
         print(
-            f"warning: the tokenizer does not know {prepared.unknown_tokens:,} pieces of the text, "
-            f"{share:.2%} of {prepared.tokens:,} tokens, which are lost; take a tokenizer that "
-            f"fits the text, or look at it with --check {prefix} --inspect 2"
+            f"warning: the tokenizer does not know {prepared.unknown_tokens:,} pieces of the text "
+            f"({share:.2%} of {prepared.tokens:,} tokens), so they are lost; use a tokenizer that "
+            f"fits the text, or look at the text with --check {prefix} --inspect 2"
         )
 
     if prepared.skipped_files:
@@ -289,13 +291,13 @@ def _print_notes(prepared: "Prepared", prefix: Path, is_chat: bool) -> None:
 
     if is_chat and not prepared.turn_ends:
         print(
-            "note: no token of its own ends the assistant's turns, so that generation may not "
-            "stop after them"
+            "note: the assistant's turns do not end with a token of their own, so generation may "
+            "not stop after them"
         )
 
 
 def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
-    """Raise DataError if no input has rows; --json-keys then has no field to name."""
+    """Raise DataError if no input has rows, since --json-keys names a field of rows."""
     from data.text.corpus import has_rows, input_files
     from data.text.files import ROW_ENDINGS
     from runtime.errors import DataError
@@ -303,8 +305,8 @@ def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
     files = input_files(inputs, suffix)
     if files and not any(map(has_rows, files)):
         raise DataError(
-            f"--json-keys names a field of rows, and {files[0]} is one text by its ending; rows "
-            f"are in {ROW_ENDINGS} and datasets: rename it, or leave --json-keys out"
+            f"--json-keys names a field of rows, but {files[0]} is plain text by its ending; use "
+            f"{ROW_ENDINGS} or a folder of the datasets library, or leave out --json-keys"
         )
 
 
@@ -314,7 +316,7 @@ def _check(args: argparse.Namespace) -> int:
     from data.tokenizer import load_tokenizer
     from tools.common.inspect_data import check_prefix, share_lines, shown
 
-    # Before the tokenizer: a prefix that was never written lacks that too.
+    # Before the tokenizer: a prefix that was never written has no tokenizer either.
     indexed = open_indexed(args.check)
     if indexed.holds_conversations:
         lengths = indexed.lengths

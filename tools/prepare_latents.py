@@ -1,14 +1,14 @@
 """Turn a folder of images into training data of pretrain_dit.py: shards of latents and an index.
 
-Images are found as the imagefolder builder of datasets finds them, a folder per class, its classes
-numbered in the order of their names; each is cut to its middle square and resized. With --vae, the
-folder of a diffusers AutoencoderKL, its latents are written, the means without noise; without one,
-the colours themselves, from -1 to 1.
+The imagefolder builder of the datasets library finds the images: a folder per class, with classes
+numbered in the order of their names. Each image is cut to its middle square and resized. With --vae
+(the folder of a diffusers AutoencoderKL) the means of its latents are written, without noise;
+without --vae the colours themselves, from -1 to 1.
 
     python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 \\
         --output latents
     python -m tools.prepare_latents --input photographs --size 32 --output pixels
-    python -m tools.prepare_latents --check latents   # reads all of it, before a long run would
+    python -m tools.prepare_latents --check latents   # reads all values, before a long run does
 
 Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 """
@@ -22,7 +22,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.latents.folder import LatentFolder
@@ -74,42 +74,42 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--input", type=Path, metavar="DIR", help="images, in a folder per class")
-    source("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
+    source("--check", type=Path, metavar="DIR", help="check all values of a folder of latents")
     add(
         "--num-classes",
         type=positive,
         metavar="N",
-        help="with --check: that labels are below it, as training wants",
+        help="with --check: check that all labels are below N, as in training",
     )
     add("--output", type=Path, metavar="DIR", help="folder to write")
     add(
         "--vae",
         type=Path,
         metavar="DIR",
-        help="local folder of diffusers' AutoencoderKL, safetensors",
+        help="local folder of a diffusers AutoencoderKL (safetensors)",
     )
     add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
     add(
         "--dtype",
         choices=["float32", "float16"],
         default="float32",
-        help="of the latents in the files",
+        help="dtype of the latents in the files",
     )
-    add("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
-    add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
-    add("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
+    add("--format", choices=["npy", "safetensors"], default="npy", help="format of the files")
+    add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples per file")
+    add("--batch-size", type=positive, default=32, metavar="N", help="images to encode at once")
     args = parser.parse_args(argv)
     if args.input is not None and args.output is None:
-        parser.error("--input needs --output: where to write")
+        parser.error("--input needs --output; give --output DIR, the folder to write")
     if args.input is not None and args.num_classes is not None:
-        parser.error("--num-classes goes with --check; classes of --input are its folders")
+        parser.error("--num-classes is for --check; the classes of --input are its folders")
     return args
 
 
 def _batches(
     images: Path, pictures: Pictures, size: int, vae: Path | None, batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield latents [n, C, h, w] and labels [n] of a folder's images."""
+    """Yield batches of latents [n, C, h, w] and labels [n] of a folder's images."""
     rows = _image_folder(images)
     encode = None
     if vae is not None:
@@ -131,29 +131,31 @@ def _batches(
 
 
 def _image_folder(folder: Path) -> Any:
-    """Return a local folder's images, undecoded, with labels; print the files that are no images.
+    """Return a local folder's images, undecoded, with labels; print a note on other files.
 
-    Uses datasets' own builder: no download, no remote code.
+    This uses the datasets library's own builder, so nothing is downloaded and no remote code runs.
+
+    Raises DataError if the images are not in one folder per class, or some would be left out.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(
-            f"input is {folder}, which is no folder with anything in it; name one with a folder "
-            "per class"
+            f"input is {folder}, but it is not a folder, or is empty; name a folder that has a "
+            "folder per class"
         )
 
     splits, endings = _load_splits(folder)
     if set(splits) != {"train"} or _named_as_split(folder):
         raise DataError(
-            f"input {folder} holds a folder that is called train, test, validation or the like, "
-            "which is taken as a split, so that others would be left out; name it as the input, "
-            f"such as {folder / 'train'}, or rename it"
+            f"input {folder} has a folder that is called train, test, validation or the like, and "
+            "the datasets library would take it as a split and leave out others; name that folder "
+            f"as the input, such as {folder / 'train'}, or rename it"
         )
 
     rows = splits["train"]
     if not {"image", "label"} <= set(rows.column_names):
         metadata = sorted(folder.rglob("metadata.*"))
-        why = f"; {metadata[0]} takes the place of their classes: move it away" if metadata else ""
-        raise DataError(f"input {folder} holds no images in folders, one for each class{why}")
+        why = f"; {metadata[0]} replaces the folders' classes: move it away" if metadata else ""
+        raise DataError(f"input {folder} has no images in folders, one for each class{why}")
 
     from datasets import Image
 
@@ -166,9 +168,11 @@ def _image_folder(folder: Path) -> Any:
 
 
 def _load_splits(folder: Path) -> tuple[Any, set[str]]:
-    """Load a folder by datasets' imagefolder; return its splits and the endings of images.
+    """Load a folder with the imagefolder builder of the datasets library.
 
-    Raises DataError: datasets is not installed, or cannot read the folder.
+    Returns the splits, keyed by name, and the file endings that count as images.
+
+    Raises DataError if the library is not installed, or cannot read the folder.
     """
     try:
         from datasets import disable_progress_bars, load_dataset
@@ -176,15 +180,15 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
         from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     except ImportError as error:
         raise DataError(
-            "input is a folder of images, which takes datasets: pip install datasets "
-            "(make venv EXTRAS=images)"
+            "input is a folder of images, but the datasets library, which reads it, is not "
+            "installed; run pip install datasets (or make venv EXTRAS=images)"
         ) from error
 
-    disable_progress_bars()  # they would write into an error's line
+    disable_progress_bars()  # a bar would garble a one-line error message
     try:
         splits = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
     except (OSError, ValueError, DatasetGenerationError, BadZipFile) as error:
-        cause = error.__cause__ or error  # datasets' own line says only that something went wrong
+        cause = error.__cause__ or error  # datasets' own message only says that something failed
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DataError(f"input {folder} cannot be read as images ({reason:.200})") from error
 
@@ -192,42 +196,43 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
 
 
 def _named_as_split(folder: Path) -> bool:
-    """Return True if datasets takes a folder inside as its training split.
+    """Return True if the datasets library would take a folder inside as the training split.
 
-    It would leave out all other folders then.
+    It would then leave out all other folders.
     """
     folders = [path for path in folder.iterdir() if path.is_dir()]
     return len(folders) > 1 and any(path.name.lower() in ("train", "training") for path in folders)
 
 
 def _check_classes(folders: set[Path]) -> None:
-    """Raise DataError for nested folders of images, and for folders of one name.
+    """Raise DataError for nested folders of images, and for two folders of the same name.
 
-    datasets makes classes of folders by their names alone: it would join two folders of one name,
-    and make two classes of nested ones.
+    The datasets library knows a class only by its folder's name: it would merge two folders of the
+    same name, and make two classes of nested folders.
     """
     by_name: dict[str, Path] = {}
     for folder in sorted(folders):
         for parent in folder.parents:
             if parent in folders:
                 raise DataError(
-                    f"{parent} holds images, and folders with images such as {folder}: each would "
-                    "be a class; move the images into a folder for each class"
+                    f"{parent} has images and also folders with images, such as {folder}, and each "
+                    "would be a class; move the images into a folder for each class"
                 )
 
         other = by_name.get(folder.name)
         if other:
             raise DataError(
-                f"{other} and {folder} have one name, and would be one class; rename one"
+                f"{other} and {folder} have the same name and would be one class; rename one of "
+                "them"
             )
 
         by_name[folder.name] = folder
 
 
 def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
-    """Print a note of files whose ending is no image's, such as a .heic.
+    """Print a note on files that the datasets library does not read as images, such as .heic.
 
-    Raises DataError: images that datasets leaves out, since others are named like a split of data.
+    Raises DataError if the library leaves out images because others are named like a data split.
     """
     images = []
     others = []
@@ -241,8 +246,8 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
 
     if others:
         print(
-            f"note: {len(others):,} files are not read, since their ending is of no kind of image "
-            f"that datasets reads (the first: {others[0]})",
+            f"note: {len(others):,} files are not read, since the datasets library does not read "
+            f"images with their ending (the first: {others[0]})",
             file=sys.stderr,
         )
 
@@ -252,13 +257,13 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
         example = unread[0] if unread else images[0]
         raise DataError(
             f"{len(images) - len(read):,} of {len(images):,} images of {folder} would be left out, "
-            f"such as {example}: others have train, test, validation or the like in their names, "
-            "which is taken for a split; rename them"
+            f"such as {example}, since others have train, test, validation or the like in their "
+            "names, and the datasets library takes these as a split; rename the others"
         )
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return True if datasets passes over a part of the path."""
+    """Return True if the datasets library skips this path because a part of it is hidden."""
     return any(part.startswith((".", "__")) for part in path.parts)
 
 

@@ -35,7 +35,7 @@ from train.run import run_entry
 
 @dataclass(frozen=True)
 class Session:
-    """A run's model and the settings to draw texts from it; collective."""
+    """A loaded model and the settings to draw texts from it; its methods are collective."""
 
     writer: Writer
     run: Run
@@ -46,7 +46,7 @@ class Session:
     def write(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Return the new tokens of each prompt.
 
-        Raises CheckpointError: the model's numbers overflow.
+        Raises CheckpointError if the model overflows.
         """
         args = self.args
         try:
@@ -61,8 +61,8 @@ class Session:
             )
         except DivergedError as error:
             raise CheckpointError(
-                f"{self.writer.folder} cannot be drawn from: {error}; its training diverged, so "
-                "take an earlier one with --ckpt-step, or train with a lower lr"
+                f"{self.writer.folder} cannot write text: {error}; its training diverged, so "
+                "take an earlier checkpoint with --ckpt-step, or train with a lower lr"
             ) from error
 
     def talk(self) -> None:
@@ -92,9 +92,9 @@ class Session:
             turns = [*question, {"role": "assistant", "content": text}]
 
     def sample(self, texts: Sequence[str], text_ids: Sequence[list[int]]) -> None:
-        """Write the continuations of texts, and print them on the first rank.
+        """Continue each text with ``--num-samples`` samples, and print them on the first rank.
 
-        ``text_ids`` are the tokens of the texts.
+        ``text_ids`` are the token ids of the texts.
         """
         args = self.args
         begin = self._begin(text_ids)
@@ -122,14 +122,14 @@ class Session:
             shown = prompt[len(begin) :]
             if args.chat or args.prompt_file is not None:
                 print(_continuation(tokenizer, shown, ids))
-            else:  # one call for both parts: a piece's text can depend on the piece before
+            else:  # one call for both parts: a token's text can depend on the token before
                 print(tokenizer.detokenize([*shown, *_in_vocabulary(tokenizer, ids)]))
 
     def _begin(self, text_ids: Sequence[list[int]]) -> list[int]:
-        """Return the tokens before each text.
+        """Return the token ids to put before each text.
 
         A chat template writes its begin token itself. An empty prompt needs a token: the end token,
-        which documents follow in training.
+        since documents follow it in training.
         """
         begin: tuple[int, ...]
         if self.args.chat:
@@ -155,8 +155,8 @@ class Session:
             return
         if longest_prompt + args.num_tokens > trained:
             print(
-                f"note: prompt and tokens are more than the {trained} the model was trained on at "
-                "a time",
+                f"note: prompt and new tokens together exceed {trained} tokens, the length of the "
+                "sequences that the model was trained on",
                 file=sys.stderr,
             )
 
@@ -197,37 +197,42 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     source(
         "--prompt",
         metavar="TEXT",
-        help="what the text begins with, by default nothing; with --chat the question",
+        help="beginning of the text (default: empty); with --chat the question",
     )
-    source("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
-    add("--by-line", action="store_true", help="take each line of the file for a prompt")
-    add("--num-samples", type=positive, metavar="N", help="texts of each prompt (2, with --chat 1)")
+    source("--prompt-file", type=Path, metavar="FILE", help="file with the beginning of the text")
+    add("--by-line", action="store_true", help="take each line of the file as a prompt")
+    add(
+        "--num-samples",
+        type=positive,
+        metavar="N",
+        help="number of texts per prompt (default: 2; with --chat 1)",
+    )
     add(
         "--num-tokens",
         type=positive,
         metavar="N",
-        help="most tokens of each (160, with --chat 1024)",
+        help="maximum number of new tokens per text (default: 160; with --chat 1024)",
     )
     add(
         "--temperature",
         type=at_least(0.0),
         default=0.8,
         metavar="T",
-        help="divides logits; 0: likeliest token (0.8)",
+        help="divisor of the logits; 0 takes the likeliest token (default: 0.8)",
     )
-    add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
+    add("--top-k", type=positive, metavar="K", default=50, help="draw from the K likeliest (50)")
     add(
         "--top-p",
         type=float,
         metavar="P",
-        help="of the fewest of these with probability P together",
+        help="draw from the fewest of these tokens whose probabilities sum to P",
     )
     add(
         "--stop",
         nargs="+",
         default=[],
         metavar="TOKEN",
-        help="texts or numbers of tokens that end a text too",
+        help="further tokens that end a text, by text or number",
     )
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_begin(parser, "the prompts")
@@ -237,33 +242,33 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--chat",
         action="store_true",
         help=(
-            "ask by the chat template and print the answer; "
-            "without a prompt, ask for one after the other"
+            "format the prompt with the chat template and print the answer; "
+            "without a prompt, read questions one after the other"
         ),
     )
     chat(
         "--chat-template",
         metavar="FILE|NAME",
         help=(
-            "default: that of the run's conversations, else the tokenizer's; "
+            "chat template (default: the one of the run's conversations, else the tokenizer's): "
             f"a file, or {', '.join(NAMED)}"
         ),
     )
-    chat("--system", metavar="TEXT", help="what the system says before the first question")
+    chat("--system", metavar="TEXT", help="system message before the first question")
     add_mesh(parser)
 
     args = parser.parse_args(argv)
     args.talks = args.chat and args.prompt is None and args.prompt_file is None
     if (args.chat_template or args.system) and not args.chat:
-        parser.error("--chat-template and --system go with --chat")
+        parser.error("--chat-template and --system need --chat")
     if args.talks and args.num_samples not in (None, 1):
         parser.error(
-            "--num-samples goes with --prompt or --prompt-file; "
-            "a conversation goes on with one answer"
+            "--num-samples needs --prompt or --prompt-file; "
+            "a conversation continues with one answer"
         )
 
     if args.by_line and args.prompt_file is None:
-        parser.error("--by-line takes the lines of --prompt-file; give one")
+        parser.error("--by-line takes the lines of --prompt-file; give --prompt-file FILE")
     args.num_samples = args.num_samples or (1 if args.chat else 2)
     args.num_tokens = args.num_tokens or (1024 if args.chat else 160)
     return args
@@ -272,12 +277,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _question(
     tokenizer: Tokenizer, template: ChatTemplate | None, turns: Sequence[Turn]
 ) -> list[int]:
-    """Return the tokens of a conversation up to the beginning of the answer.
+    """Return the token ids of a conversation, up to where the answer begins.
 
-    Raises DataError: a turn spells a special token, or the template fails.
+    Raises DataError if a turn's text spells a special token, or if the template fails.
     """
     assert template is not None
-    assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
+    assert isinstance(tokenizer, HuggingFaceTokenizer)  # no other tokenizer has a template
     from_user = [turn for turn in turns if turn["role"] != "assistant"]
     template.refuse_spelled(tokenizer, conversation_of_turns(from_user))
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
@@ -302,8 +307,8 @@ def _in_vocabulary(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of new tokens.
 
-    It is cut from the text of prompt and new tokens together: a piece's text can depend on the
-    piece before.
+    It is cut from the text of prompt and new tokens together, since a token's text can depend on
+    the token before it.
     """
     whole = tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])
     return whole[len(tokenizer.detokenize(prompt)) :]
@@ -319,7 +324,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         text = args.prompt_file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(
-            f"--prompt-file is {args.prompt_file}, which does not exist; check the path"
+            f"--prompt-file is {args.prompt_file}, but that does not exist; check the path"
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
@@ -329,15 +334,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise DataError(
-            f"{args.prompt_file} has no line that is not empty; write a prompt per line"
-        )
+        raise DataError(f"{args.prompt_file} has only empty lines; write one prompt per line")
 
     return prompts
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int:
-    """Return the token of a number or a text."""
+    """Return the id of the token that a number or a text names."""
     if text.isdecimal():
         ids = [int(text)]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
@@ -347,8 +350,8 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
 
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(
-            f"stop names {text!r}, which is not one token of {tokenizer.path} but {ids}; name a "
-            f"token of it by its text or number, 0 to {tokenizer.vocab_size - 1}"
+            f"stop names {text!r}, but that is {ids} and not one token of {tokenizer.path}; name "
+            f"each token by its text or by its number, 0 to {tokenizer.vocab_size - 1}"
         )
 
     return ids[0]

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny \\
         --guidance 2 --steps 100
 
-Started by torchrun, the processes form the run's mesh if their number allows it, else data
-parallelism alone: every data-parallel rank draws other samples, context and tensor parallel ranks
-share each. The pictures are the same on any mesh.
+Processes started by torchrun form the run's mesh if their number allows it, else they are only
+data-parallel: every data-parallel rank draws other samples, and context- and tensor-parallel ranks
+share each sample. The pictures are the same on any mesh.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from train.sampling import SamplingConfig, by_class, not_finite, write_grid
 from train.tasks.diffusion import DiffusionTask
 
 DEFAULT_CLASSES = 10
-"""Classes to draw if the command names none."""
+"""Number of classes to draw if the command names none."""
 
 
 def main(argv: list[str]) -> None:
@@ -72,7 +72,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--ckpt-step",
         type=int,
         metavar="N",
-        help="iteration to load; by default the newest whole one",
+        help="iteration to load (default: the newest whole checkpoint)",
     )
     add("--no-ema", action="store_true", help="take the weights as trained, not their averages")
     add(
@@ -87,15 +87,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=positive,
         default=8,
         metavar="N",
-        help="samples of each class (default: %(default)s)",
+        help="number of samples per class (default: %(default)s)",
     )
     add(
         "--guidance",
         type=float,
         metavar="X",
         help=(
-            "weight of the class over none in classifier-free guidance; "
-            "1 is without (default: the run's own)"
+            "weight of the class in classifier-free guidance; "
+            "1 turns guidance off (default: the run's own)"
         ),
     )
     add(
@@ -103,7 +103,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=positive,
         metavar="N",
         help=(
-            "channels that guidance moves, the first ones; "
+            "number of channels, from the first, that guidance changes; "
             "3 in the original DiT's script (default: the run's own)"
         ),
     )
@@ -111,14 +111,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--steps",
         type=positive,
         metavar="N",
-        help="calls of the model for a sample (default: the run's own)",
+        help="number of model calls per sample (default: the run's own)",
     )
     add(
         "--method",
         choices=["ddim", "ddpm", "euler"],
         help=(
-            "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; "
-            "by default the run's own"
+            "ddim (no noise between steps), ddpm (noise in every step), or euler for "
+            "rectified_flow (default: the run's own)"
         ),
     )
     add(
@@ -126,7 +126,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=positive,
         default=64,
         metavar="N",
-        help="samples at once on each data-parallel rank (64)",
+        help="number of samples at once on each data-parallel rank (default: 64)",
     )
     add(
         "--seed",
@@ -134,19 +134,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=LoopConfig().seed,
         metavar="N",
         help=(
-            "seed of the noise; with the number of a sample it decides the sample "
+            "seed of the noise; seed and number of a sample decide the sample "
             "(default: %(default)s)"
         ),
     )
-    add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
-    add("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
+    add("--vae", type=Path, metavar="DIR", help="folder of a diffusers AutoencoderKL, to decode")
+    add("--output", type=Path, metavar="DIR", help="folder to write (default: in --load)")
     return parser.parse_args(argv)
 
 
 def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     """Return the classes to draw.
 
-    Raises ConfigError: the model lacks one, or one is named twice.
+    Raises ConfigError if the model lacks a requested class, or if a class is given twice.
     """
     if args.classes is None:
         return list(range(min(num_classes, DEFAULT_CLASSES)))
@@ -154,12 +154,13 @@ def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     for index, label in enumerate(args.classes):
         if label in args.classes[:index]:
             raise ConfigError(
-                f"classes names {label} twice, and both pictures would be the same file; "
-                "name each class once"
+                f"--classes has {label} twice, and both pictures would go to the same file; "
+                "give each class once"
             )
         if not 0 <= label < num_classes:
             raise ConfigError(
-                f"classes names {label}, and the model has classes 0 to {num_classes - 1}"
+                f"--classes has {label}; it must be one of the model's classes, 0 to "
+                f"{num_classes - 1}"
             )
 
     return args.classes
@@ -172,20 +173,20 @@ def _draw(
     sampling: SamplingConfig,
     classes: Sequence[int],
 ) -> None:
-    """Load the weights, draw and write; collective.
+    """Load the weights, draw samples and write their pictures; collective.
 
     The weights are the averages, or the trained ones with --no-ema or if the run has no averages.
     Nothing of the model outlives the call.
 
-    Raises CheckpointError: there is no such checkpoint, or its samples hold NaN or infinity.
+    Raises CheckpointError if there is no such checkpoint, or if its samples have NaN or infinity.
     """
     checkpoint = checkpoint_of(args.load, args.ckpt_step)
     averaged = bool(config.ema.ema_decay) and not args.no_ema
     with raise_together():
         if averaged and AVERAGED not in read_manifest(checkpoint).extra:
             raise CheckpointError(
-                f"{checkpoint} keeps no averages of the weights; "
-                "give --no-ema to take these as trained"
+                f"{checkpoint} has no averages of the weights; "
+                "give --no-ema to take the weights as trained"
             )
 
     task = DiffusionTask(replace(config, sampling=sampling), mesh)
@@ -208,7 +209,7 @@ def _draw(
         if broken:
             raise CheckpointError(
                 f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} "
-                f"samples: its training diverged, or guidance {sampling.guidance} is too large; "
+                f"samples, so its training diverged or guidance {sampling.guidance} is too large; "
                 "take an earlier checkpoint or a smaller --guidance"
             )
         if is_first():
@@ -217,21 +218,21 @@ def _draw(
 
 
 def config_of(run: Path) -> DiTRunConfig:
-    """Load the configuration of a run, without float8. Raises ConfigError."""
+    """Load a run's configuration, with float8 switched off. Raises ConfigError."""
     return replace(load_config(config_file(run)), float8=Float8Config())
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     """Fit the run's configuration to a number of processes.
 
-    Pipeline stages would wait for each other, so there are none. Sampling needs no copies of shards
-    and no global batch, which would have to fit the number of processes.
+    Pipeline stages would wait for each other, so there are none. Copies of shards and the global
+    batch size are dropped too: sampling does not need them, and they might not fit the processes.
     """
     mesh = config.mesh
     if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
         mesh = MeshConfig()
     context = config.context
-    if context.context_parallel_method == "auto":  # it is chosen for training steps
+    if context.context_parallel_method == "auto":  # auto chooses a method for training steps
         context = FullContextConfig()
     if mesh.context_parallel_size == 1:
         context = FullContextConfig(context_parallel_method="none")

@@ -1,8 +1,8 @@
 """Write only the attention as a package `longmesh_attention`, to vendor in another project.
 
-The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports
-and the namespace of their custom operators renamed, so that a project with folders of these names
-can import it, even beside a checkout.
+The package holds parallel/context, parallel/transformers, parallel/diffusers, kernels and runtime,
+with their imports and the namespace of their custom operators renamed, so that a project with
+folders of these names can import it, even beside a checkout.
 
     python -m tools.vendor ../mine                   # writes or updates ../mine/longmesh_attention
     python -m tools.vendor wheels --package my_ring  # writes a project wheels/my_ring and its wheel
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from keyword import iskeyword
 from pathlib import Path
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime import __version__
@@ -33,31 +33,41 @@ ORIGIN = "ORIGIN.json"
 TEMPLATES = ROOT / "tools/templates"
 TESTS = (
     "parallel/context/test_over.py",
+    "parallel/diffusers/cases.py",
+    "parallel/diffusers/test_refusals.py",
+    "parallel/diffusers/test_shard.py",
+    "parallel/diffusers/test_training.py",
     "parallel/transformers/families.py",
     "parallel/transformers/test_batch.py",
     "parallel/transformers/test_probe.py",
     "parallel/transformers/test_shard.py",
     "parallel/transformers/test_training.py",
 )
-"""Tests of longmesh that need only the vendored package."""
+"""Tests of longmesh, in tests/, that need only the vendored package; --package copies them."""
 
 
 def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, bytes]:
-    """Return the package's files by relative path; the same checkout gives the same bytes.
+    """Return the contents of the package's files, keyed by relative path.
 
-    ``namespace`` is that of the package's custom operators, by default its name.
+    The same checkout gives the same bytes. ``namespace`` is that of the package's custom operators,
+    by default the package's name.
 
-    Raises UserError: a file imports something of ours that is not in the package, or cannot be
-    renamed.
+    Raises UserError if a file imports a longmesh module that is not in the package, or has an
+    import that cannot be renamed.
     """
-    folders = [module.replace(".", "/") for module in PARTS]
-    commit = commit_of(ROOT, *folders, "LICENSE")
     files: dict[str, bytes] = {}
+    paths = []
     for module, part in PARTS.items():
         folder = ROOT.joinpath(*module.split("."))
-        for path in sorted(folder.rglob("*.py")):
-            target = (Path(part) / path.relative_to(folder)).as_posix()
-            files[target] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
+        sources = {path: Path(part, path.relative_to(folder)) for path in folder.rglob("*.py")}
+        if not folder.is_dir():
+            folder = folder.with_suffix(".py")
+            sources = {folder: Path(f"{part}.py")}
+        paths.append(folder.relative_to(ROOT).as_posix())
+        for path, target in sorted(sources.items()):
+            content = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
+            files[target.as_posix()] = content
+    commit = commit_of(ROOT, *paths, "LICENSE")
 
     names = _public_names(ROOT / "parallel/context/__init__.py")
     imported = "".join(f"    {public},\n" for public in names)
@@ -85,14 +95,14 @@ def _public_names(path: Path) -> list[str]:
 
 
 def with_origin(files: dict[str, bytes], commit: str) -> dict[str, bytes]:
-    """Add a file with the origin of the others, and their digests as they were written."""
+    """Add ``ORIGIN``: the version and commit that the files come from, and their digests."""
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
 
 
 def template(file: str, **values: str) -> str:
-    """Return a file of the package or of its project, filled in."""
+    """Return a file of the package or its project: a template filled in with ``values``."""
     text = (TEMPLATES / f"{file}.in").read_text(encoding="utf-8")
     return text.format(version=__version__, **values)
 
@@ -113,8 +123,8 @@ def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKA
             is_missing = top == package and module not in modules
             if is_ours or is_missing:
                 raise UserError(
-                    f"{name} of the package imports {module}, which is not in it; "
-                    "move what it needs"
+                    f"{name} of the package imports {module}, but that is not in the package; "
+                    "move what the file needs into the package"
                 )
 
 
@@ -130,8 +140,9 @@ def _imported_modules(source: bytes) -> Iterator[str]:
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
-    Raises UserError: the folder takes no files, or the target was not written by this command or
-    was changed since; InUseError: another process writes there; OSError: a file cannot be written.
+    Raises UserError if the folder is not writable, or if the target was not written by this command
+    or was changed since; InUseError if another process writes there; OSError if a file cannot be
+    written.
     """
     target = destination / name
     why = unwritable(destination, "name another folder")
@@ -167,7 +178,7 @@ def _check_target(target: Path) -> None:
     """Raise UserError unless the target is free, or holds this package as it was written."""
     fix = "move it away, or name another folder"
     if target.is_symlink():
-        raise UserError(f"{target} is a symlink, which this command does not write; {fix}")
+        raise UserError(f"{target} is a symlink, but this command writes only folders; {fix}")
     if not target.exists():
         return
 
@@ -196,11 +207,14 @@ def _check_target(target: Path) -> None:
         elif name not in present:
             how = "removed"
 
-        raise UserError(f"{target / name} was {how} since; {fix}")
+        raise UserError(f"{target / name} was {how} since the package was written; {fix}")
 
 
 def _contents(folder: Path) -> dict[str, str]:
-    """Return the digest of each file of a folder, or its kind, without Python's caches."""
+    """Return a folder's entries, keyed by relative path: a file's digest, or the entry's kind.
+
+    Python's caches are left out.
+    """
     contents = {}
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
@@ -218,11 +232,12 @@ def _contents(folder: Path) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """Return a package's name.
+    """Return a package's name, after checking it.
 
-    Raises UserError: no module can have it, or a module of Python's or ours has it.
+    Raises UserError if it is not a valid module name, or names a module of Python, longmesh or a
+    library that the package imports.
     """
-    others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
+    others = {"diffusers", "transformers", "torch", "numpy"} | sys.stdlib_module_names
     if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
         raise UserError(
             f"--package is {text!r}; give a valid Python module name that no other module has"
@@ -232,7 +247,7 @@ def _name(text: str) -> str:
 
 
 def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, bytes]:
-    """Return the files of a project around the package by relative path, with its tests."""
+    """Return the files of a project with the package and its tests, keyed by relative path."""
     files = {f"src/{name}/{path}": content for path, content in package.items()}
     for file in ("pyproject.toml", "README.md"):
         files[file] = template(file, name=name, commit=commit).encode()
@@ -253,7 +268,7 @@ def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, byte
 def wheel(destination: Path, files: dict[str, bytes]) -> Path:
     """Build the project's wheel into a folder, with this environment's setuptools; return its path.
 
-    Raises UserError: it cannot be built; the message quotes pip's last lines.
+    Raises UserError if it cannot be built; the message quotes the last words of pip.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "project")
@@ -291,8 +306,8 @@ def main(argv: list[str] | None = None) -> None:
         "--package",
         metavar="NAME",
         help=(
-            "write a project NAME/ with pyproject.toml and tests, and its wheel, "
-            "whose only module is NAME"
+            "write a project NAME/ with pyproject.toml and tests, and build its wheel; "
+            "their only module is NAME"
         ),
     )
     args = parser.parse_args(argv)
@@ -311,8 +326,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")
     if commit_before != commit_of():
         print(
-            f"note: {args.destination} lies in this checkout, where git sees it: figures made from "
-            'now on are called "with changes"; move it, or write it to runs/ or outside'
+            f"note: {args.destination} lies in this checkout, where git sees it, so results from "
+            'now on are marked "with changes"; move it, or write to runs/ or outside'
         )
 
 

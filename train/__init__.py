@@ -1,1 +1,1 @@
-"""The one training loop that both entries share."""
+"""Training loop of both entry scripts, with its configuration, callbacks and checkpoints."""

@@ -1,4 +1,4 @@
-"""A rank's batches, prefetched by a thread; all ranks agree on a batch before its step."""
+"""Prefetch each rank's batches, and make all ranks agree before a step to take it, stop or fail."""
 
 import time
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ class Prefetcher(Iterator[T], Generic[T]):
     """Iterator that makes each item in a thread while the previous one is in use.
 
     The first item is made by the caller's thread, so that a loader's worker processes are started
-    by a thread that lives as long as the run. An error in the thread is raised when its item
-    is taken. Used as a context manager, it waits for the thread to end.
+    by a thread that lives as long as the run. An error in the prefetching thread is raised when the
+    item is taken. Used as a context manager, it waits for the thread to end.
     """
 
     def __init__(self, items: Iterator[T], device: torch.device) -> None:
@@ -107,7 +107,7 @@ class StopAgreement(Callback):
         return any(self._sums)
 
     def requests(self) -> list[bool]:
-        """Return this rank's reasons to stop: one per signal of ASKING, then the time limit.
+        """Return flags for this rank's reasons to stop: each signal of ASKING, then the time limit.
 
         Only the first rank's clock counts, since clocks differ.
         """
@@ -127,7 +127,7 @@ class StopAgreement(Callback):
         self._has_stepped = True
 
     def why(self) -> str:
-        """Describe why the run ends: signals, with numbers of processes, or the time limit."""
+        """Describe why the run ends: signals and how many processes got each, or the time limit."""
         *signal_counts, over = self._sums
         world_size = dist.get_world_size()
         reasons = []
@@ -135,7 +135,7 @@ class StopAgreement(Callback):
             if count:
                 reasons.append(f"{number.name} to {count} of {world_size} processes")
         if over:
-            reasons.append(f"exit_duration_in_mins {self._minutes} have passed")
+            reasons.append(f"the time limit exit_duration_in_mins {self._minutes} was reached")
         return ", ".join(reasons)
 
 
@@ -159,7 +159,7 @@ class Batches:
             num_workers=task.config.data.num_workers,
             pin_memory=task.mesh.device.type == "cuda",
         )
-        """How a global batch is divided among the data-parallel ranks, and how it is read."""
+        """Settings by which a global batch is divided among data-parallel ranks and read."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
         """Return this rank's shard of each step's micro-batches, prefetched one step ahead."""
@@ -170,12 +170,12 @@ class Batches:
     def take(self, steps: Iterator[list[Batch]]) -> StepBatch | None:
         """Take a step's micro-batches and agree on them; None if no step follows; collective.
 
-        One all-reduce per step carries everything that ranks must agree on before it: the token
-        and FLOP counts, a failure (a bad sample on one rank raises the same error on all), requests
-        to stop (after which there is no step to take), and readiness for a background save. The
-        counts stay on the CPU: on the device they would wait for the previous step's kernels. They
-        are summed over the tensor-parallel ranks too, since any single rank may fail, and divided
-        by the number of ranks that count the same tokens.
+        One all-reduce per step carries everything that ranks must agree on before it: the token and
+        FLOP counts, failures, requests to stop, and readiness for a background save. If one rank
+        failed, for example at a bad sample, all ranks raise its error; if one was asked to stop, no
+        step follows. The counts stay on the CPU, because on the device they would wait for the
+        previous step's kernels. They are summed over all ranks, since any single rank may fail, and
+        then divided by the number of ranks that count the same tokens.
         """
         objective = self._task.objective
         error = None

@@ -86,12 +86,12 @@ def _hybrid_context_of(
     """Set up a hybrid whose softmax and linear layers may have different token layouts.
 
     The residual stream has the layout of linear attention, which passes states from rank to rank.
-    Softmax layers exchange their queries, keys and values into their own layout and the output
-    back. Both layouts are padded to the same length, so that every token has a place in each.
+    Softmax layers exchange queries, keys and values into their own layout, and the output back.
+    Both layouts are padded to the same length, so that every token has a place in each.
     """
     is_local = config.mesh.context_parallel_size == 1
     if is_local:
-        # SDPA cannot mask documents.
+        # SDPA cannot mask documents, so packed ones need a method even on one rank.
         method: Literal["ring", "none"] = "ring" if config.packed else "none"
         context = ContextConfig(context_parallel_method=method)
     else:
@@ -116,7 +116,8 @@ def _hybrid_context_of(
 
 
 def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:
-    """Keep a delta rule and its convolution uncompiled: every mask would compile them again."""
+    """Exclude a delta rule and its convolution from torch.compile, which would recompile them for
+    every mask."""
     attend: Any = torch.compiler.disable(rule)
     attend.convolve = torch.compiler.disable(convolve)
     return attend
@@ -214,7 +215,8 @@ def softmax_context(
             f"attention heads have {head_dim} channels, but cuda kernels support at most 256; "
             "change kv_channels or num_attention_heads"
         )
-    # Recurrent layers see all tokens; layers with different windows pass their own at each call.
+    # Only a window that all layers share is set here: recurrent layers see all tokens, and layers
+    # with different windows pass theirs at each call.
     window = None
     if len(config.windows) == 1 and not config.model.recurrent:
         window = config.windows[0]
@@ -247,7 +249,8 @@ def _ignores_padding(config: CommonConfig, cp: ContextParallel) -> bool:
 
 
 def kernel_lines(config: CommonConfig) -> list[str]:
-    """Return a line that names the attention kernels (and cuDNN on a GPU), and any warning."""
+    """Return a line that names the attention kernels (on a GPU with cuDNN's version), and any
+    warning."""
     device = config.mesh.device_type
     dtype = config.train.dtype
     backend = config.context.attention_backend
@@ -287,7 +290,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
-    """Return the kernel for full tiles of softmax attention, or torch's if there is no method."""
+    """Return the kernel's name for full tiles of softmax attention; torch's without a method."""
     device = config.mesh.device_type
     is_local_hybrid = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not is_local_hybrid):

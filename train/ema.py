@@ -26,7 +26,7 @@ class EmaConfig:
 
 
 class Ema:
-    """Averages of this rank's shards in float32.
+    """Averages of this rank's shards of the weights, in float32.
 
     Every rank averages its own shards, so that an update needs no communication. If several of
     this rank's parts have a parameter of the same name (tied embeddings), they share one average.
@@ -60,7 +60,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the weights by the averages in the block; the exact weights return after it."""
+        """Use the averages as weights inside the block; after it the exact weights are back."""
         self._swap()
         try:
             yield

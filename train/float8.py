@@ -1,6 +1,6 @@
-"""8-bit matrix products of the layers, computed by torchao.
+"""Compute the layers' matmuls in 8 bits, with torchao.
 
-Only the operands of each product are scaled and rounded (Micikevicius et al. 2022,
+Only the operands of each matmul are scaled and rounded (Micikevicius et al. 2022,
 arXiv:2209.05433). Weights, gradients, their communication and the optimizer stay as with bf16.
 """
 
@@ -14,20 +14,20 @@ from torch import nn
 from train.config.flags import ConfigError
 
 NAMES = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
-"""Linear modules of attention and feed-forward, which compute nearly all of a layer's products."""
+"""Linear modules of attention and feed-forward, which compute most of a layer's matmuls."""
 EMULATED = False
 """If set, torchao rounds to 8 bits but computes in float32; tests do so on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Config:
-    """8-bit matrix products of the layers; everything else is as with bf16."""
+    """8-bit matmuls of the layers; everything else is as with bf16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Round the operands of the matrix products in attention and feed-forward to 8 bits. e4m3 has
-    3 bits of fraction; hybrid has only 2 in gradients, for a wider range there. This needs
-    torchao and a GPU of compute capability 8.9 or newer; --compile fuses a layer's roundings.
-    Memory and MFU are counted as for bf16."""
+    """Round the operands of the matmuls in attention and feed-forward to 8 bits. e4m3 has 3 bits of
+    fraction; hybrid has only 2 in gradients, for a wider range there. This needs torchao and a GPU
+    of compute capability 8.9 or newer; --compile fuses a layer's roundings. Memory and MFU are
+    counted as for bf16."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Granularity of the scales: one per tensor, or one per row, which is more exact and slower."""
 
@@ -50,7 +50,7 @@ class Float8Config:
                 raise ConfigError(f"fp8_format is {self.fp8_format}, but {reason}")
 
     def _refusals(self, config: Any) -> list[tuple[Any, str]]:
-        """Return every reason to refuse 8-bit products, each after its condition."""
+        """Return every reason to refuse 8-bit matmuls, each after the condition for it."""
         recompute = config.recompute
         device = config.mesh.device_type
         tp = config.mesh.tensor_model_parallel_size
@@ -70,12 +70,12 @@ class Float8Config:
             (not config.train.bf16, "bf16 is not set, and all other tensors need it; add --bf16"),
             (
                 tp > 1,
-                f"tensor_model_parallel_size is {tp}, and torchao does not compute its products; "
-                "set it to 1, or leave out --fp8-format",
+                f"tensor_model_parallel_size is {tp}, and torchao does not support tensor-parallel "
+                "matmuls; set it to 1, or leave out --fp8-format",
             ),
             (
                 lora_rank,
-                f"lora_rank is {lora_rank}, and adapters need unrounded products; "
+                f"lora_rank is {lora_rank}, and adapters need unrounded matmuls; "
                 "leave out --fp8-format",
             ),
             (
@@ -91,7 +91,7 @@ class Float8Config:
             ),
             (
                 odd_width,
-                f"{odd_width}, and 8-bit products need multiples of 16; change it, or leave out "
+                f"{odd_width}, and 8-bit matmuls need multiples of 16; change it, or leave out "
                 "--fp8-format",
             ),
             (
@@ -101,16 +101,16 @@ class Float8Config:
             ),
             (
                 device == "cpu" and not EMULATED,
-                "device is cpu, which has no 8-bit products; leave out --fp8-format",
+                "device is cpu, which has no 8-bit matmuls; leave out --fp8-format",
             ),
             (
                 is_old_gpu,
-                "this GPU has no 8-bit products, which need compute capability 8.9; leave out "
+                "this GPU has no 8-bit matmuls, which need compute capability 8.9; leave out "
                 "--fp8-format",
             ),
             (
                 find_spec("torchao") is None,
-                "torchao is not installed; install it: pip install --no-deps torchao",
+                "torchao is not installed; install it with `pip install --no-deps torchao`",
             ),
         ]
 

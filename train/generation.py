@@ -64,16 +64,16 @@ def opened(
     Args:
         ckpt_step: iteration of the checkpoint; by default the newest complete one.
         context_parallel_method: by default the run's if the context-parallel size is the same,
-            else ``default_method``'s; ``choose`` replaces auto.
-        replicas: allow a multiple of the mesh's processes; each replica of the model writes its own
-            texts.
-        choose: chooses the method for auto.
+            else that of ``train.config.derive.default_method``.
+        replicas: allow a multiple of the mesh's number of processes; each replica of the model
+            writes its own texts.
+        choose: function that chooses the method if it is "auto".
         dtype: dtype of the weights; by default float32, or bfloat16 on cuda if the run trained in
             it or its model was imported.
         sizes: sizes of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
 
-    Raises UserError: the folder holds no run or checkpoint, or the processes or the model do not
-    fit the mesh.
+    Raises UserError if the folder holds no run or checkpoint, or if the processes or the model do
+    not fit the mesh.
     """
     config = load_config(config_file(run))
     num_processes = launched_world_size()
@@ -105,7 +105,7 @@ class Writer:
     ) -> None:
         """Load a checkpoint; collective; ``dtype`` and ``choose`` are those of `opened`.
 
-        Raises UserError: the checkpoint does not fit the mesh.
+        Raises UserError if the checkpoint does not fit the mesh.
         """
         with raise_together():
             manifest = read_manifest(folder)
@@ -115,7 +115,7 @@ class Writer:
                     validate_entries(num_entries, mesh.tp.size())
             config = config_as_trained(config.updated(vocab_size=vocab_size), manifest.extra)
         if choose is not None:
-            # Else ``with_method`` could take the method of the run that this run's --load names.
+            # With this run's --load, ``with_method`` could take the method of the loaded run.
             config = replace(config, checkpoint=CheckpointConfig())
             config = with_method(config, dist.get_world_size(), choose)
         if dtype is None:
@@ -164,7 +164,7 @@ class Writer:
         part.keep(layers_by_stage[mesh.pp.get_local_rank()])
         part.cast(dtype)
         if mesh.tp.size() > 1:
-            # Imported here: a single process need not wait for DTensor.
+            # Imported here, so that a single process need not wait for DTensor.
             from parallel.tensor.split import split_model
 
             split_model(part, mesh.tp)
@@ -212,7 +212,7 @@ class Writer:
         draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         self.check(prompts, max_new_tokens)
         length = max(map(len, prompts), default=0)
-        # One rope length for all ranks and tokens: keys in the cache are rotated only once.
+        # All ranks and tokens need one rope length, since cached keys are rotated only once.
         self._part.config = model.with_rope_length(length + max_new_tokens)
         return write(
             lambda: self.begin(length, draw),
@@ -324,14 +324,14 @@ class Writer:
     ) -> Tensor | None:
         """Return the hidden states [B, C] of the prompts' last tokens; None before the last stage.
 
-        A rank that does not hold a prompt's last token has zeros for it.
+        They are zeros on ranks that do not hold the prompt's last token.
         """
         pp = self._mesh.pp
         stage = pp.get_local_rank()
         tp_size = self._mesh.tp.size()
         model = self.config.model
 
-        # Later stages take hidden states, [B, T of a tensor-parallel rank, C].
+        # Later stages take hidden states, [B, T / tensor-parallel size, C].
         x = tokens
         if stage > 0:
             weight = next(self._part.parameters())

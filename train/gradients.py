@@ -1,4 +1,4 @@
-"""Gradients of a step: summed over the ranks, measured, and clipped."""
+"""Sum a step's gradients over the ranks, measure their norm, and clip them."""
 
 import math
 from collections import defaultdict
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import Runner, finish_gradients, to_local, untracked_replicas
 
 NORM_CHUNK = 1 << 18
-"""Number of elements copied to float64 at once for a CPU norm: 2 MB, which fits in its cache."""
+"""Number of elements copied to float64 at once for a norm on a CPU: 2 MB, which fit in its cache.
+"""
 
 
 def gradient_norm(
@@ -22,8 +23,8 @@ def gradient_norm(
     """Return the 2-norm of the whole gradient, float64 []; collective.
 
     A shard that several ranks hold, because a DTensor is replicated over a mesh dimension, counts
-    once. Sums are in float64: in float32 the norm of a large tensor is off by 1e-5, by an amount
-    that depends on the shards' sizes, so that meshes would clip differently.
+    once. Sums are in float64, because in float32 the norm of a large tensor has an error of 1e-5
+    that depends on the shards' sizes, so different meshes would clip differently.
 
     Args:
         group: the ranks that share the gradient; by default all.
@@ -56,8 +57,9 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     Never copies a whole tensor. CUDA's ``_foreach_norm`` sums squares in the requested dtype while
     it reads (aten's ForeachReduceOp.cu), in one launch. On a CPU it calls ``vector_norm`` for
-    each tensor, which copies the tensor to float64 first; hence the chunks. Sums in float32 are no
-    alternative there: with one running sum in each vector lane they are off by 1 % at 1e8 elements.
+    each tensor, which copies the tensor to float64 first, so large tensors are split into chunks.
+    Sums in float32 are no alternative there: each vector lane has one running sum, and the result
+    is off by 1 % at 1e8 elements.
     """
     if tensors[0].device.type == "cpu":
         chunks: list[Tensor] = []
@@ -83,7 +85,7 @@ def reduce_and_clip(
 ) -> tuple[float, float]:
     """Reduce and clip a step's gradients; return the loss, and their norm before clipping.
 
-    Collective. Both numbers are read at once: it is the only time that a step waits for the device.
+    Collective. Both numbers are read in one copy, for which alone a step waits for the device.
 
     Raises:
         RuntimeError: part of the model has no gradient.

@@ -50,7 +50,7 @@ from train.config.flags import ConfigError, load, write_toml
 SECONDS_TO_SPEAK = 5.0
 """Number of seconds that failed ranks wait before they exit, so that one can report the error."""
 UNFLUSHED = 120
-"""Exit status if output cannot be flushed at exit; Python's own is the same."""
+"""Exit status if output cannot be flushed at exit; Python itself uses the same one."""
 UNREAD = 141
 """Exit status if the reader of standard output has closed the pipe; shells report the same."""
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
@@ -72,7 +72,7 @@ def exit_status(
     try:
         main(arguments)
     except LaunchError as error:
-        # Printed directly: the ranks have not joined, so they cannot agree on one that reports.
+        # Printed by each rank: they have not joined, so they cannot agree on one that reports.
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave_ending(AGAIN if error.again else 1, f"error: {error}")
         return 1
@@ -120,7 +120,7 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
             sys.excepthook(*sys.exc_info())
 
     try:
-        # As multiprocessing ends its children: first non-daemon threads, then exit handlers.
+        # In the order in which multiprocessing ends children: non-daemon threads, exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -135,7 +135,7 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
 def _stdout_is_closed() -> bool:
     """Return True if nobody reads standard output any more.
 
-    A broken pipe to a worker raises the same error, but is a defect.
+    A broken pipe to a worker process raises the same error, but is a bug to be reported.
     """
     poll = select.poll()
     poll.register(1, 0)  # errors are reported without being requested
@@ -239,7 +239,7 @@ def _check_no_other_run(config: CommonConfig, folder: Path) -> None:
     """Raise ConfigError if a folder holds a run that this one would overwrite."""
     checkpoint = config.checkpoint
     iterations = saved_iterations(folder)  # newest first
-    # Path.resolve would fail on a loop of links.
+    # os.path.realpath, because Path.resolve fails on a loop of links.
     resumes = (
         checkpoint.load is not None
         and os.path.realpath(checkpoint.load) == os.path.realpath(folder)
@@ -247,7 +247,7 @@ def _check_no_other_run(config: CommonConfig, folder: Path) -> None:
     )
     holds_run = bool(iterations)
     if not iterations and (folder / METRICS).exists():
-        # Checked for a resumed run too: an unreadable config.toml is refused, not overwritten.
+        # Checked for a resumed run too, so that an unreadable config.toml is not overwritten.
         holds_run = not _is_same_run(config, folder)
     if holds_run and not resumes:
         raise ConfigError(_refusal(folder, iterations, checkpoint.finetune))
@@ -280,7 +280,7 @@ def _refusal(folder: Path, iterations: list[int], finetune: bool) -> str:
 def _is_same_run(config: CommonConfig, folder: Path) -> bool:
     """Return True if a folder is from an earlier start of this run.
 
-    It is the same run if its optimizer, schedule, batches and steps are the same.
+    This is the case if its optimizer, schedule, batches and steps are the same.
     """
     file = folder / "config.toml"
     if not file.is_file():

@@ -31,24 +31,24 @@ from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
-"""Minimum number of pixels on a sample's shorter side in a picture."""
+"""Minimum number of pixels on a sample's shorter side in a picture; smaller ones are enlarged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """The samples that a run draws at each validation, to samples/iter_N.png in its folder."""
+    """The samples that a run draws at each validation and writes to samples/iter_N.png."""
 
     samples_per_class: int = 4
     """Number of samples of each class in the picture; 0 draws none. Each validation draws all of
     them again, in sample_steps passes through the model; with guidance each pass computes every
     sample twice. The model computes no more samples at once than in training."""
     sample_classes: int = 10
-    """Number of classes in the picture, which shows the first ones."""
+    """Number of classes in the picture, counted from class 0."""
     sample_steps: int = 50
     """Number of passes through the model per sample."""
     sample_method: Literal["ddim", "ddpm", "euler"] | None = None
-    """ddim adds no noise between the steps, ddpm does; euler is for rectified_flow only. The
-    default is euler for rectified_flow, and otherwise ddim."""
+    """Sampling method: ddim adds no noise between the steps, ddpm does; euler is for rectified_flow
+    only. The default is euler for rectified_flow, and otherwise ddim."""
     guidance: float = 4.0
     """Weight of the class in classifier-free guidance; 1 disables guidance."""
     guidance_channels: int | None = None
@@ -109,7 +109,7 @@ class Sampler:
         diffusion: Diffusion,
         seed: int,
     ) -> None:
-        """Set up for a run's ``parts``; joins samples into one sequence if training does so."""
+        """Set up for a run's ``parts``; joins samples into one sequence if training joins them."""
         self._num_joined = config.train.micro_batch_size if config.packed else None
         self._parts = parts
         self._mesh = mesh
@@ -130,8 +130,8 @@ class Sampler:
         """
         dp_size = self._mesh.dp.size()
         dp_rank = self._mesh.dp.get_local_rank()
-        # All ranks draw the same number, since they gather the sharded model together; some samples
-        # may be drawn twice.
+        # All ranks draw the same number of samples, because they gather the sharded model together;
+        # so some samples may be drawn twice.
         per_rank = math.ceil(len(labels) / dp_size)
         first = dp_rank * per_rank
         numbers = [number % len(labels) for number in range(first, first + per_rank)]
@@ -214,7 +214,7 @@ class Sampler:
             if owner == self._mesh.pp.get_local_rank():
                 x = part(x, self._positions, times, labels).contiguous()
             source = dist.get_global_rank(group, owner)
-            # The other stages know neither shape nor dtype.
+            # Sent first, because the other stages know neither shape nor dtype.
             described = [(x.shape, x.dtype)]
             dist.broadcast_object_list(described, src=source, group=group)
             shape, dtype = described[0]
@@ -233,9 +233,9 @@ def _repeat_last(values: Tensor, length: int) -> Tensor:
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row.
 
-    One channel is shown in grey and three as colours, for values from -1 to 1. Latents with other
-    numbers of channels have no colours: their first three channels are shown, or only the first,
-    for values from -3 to 3. Only the first frame of a video is shown.
+    One channel is shown in grey and three as colours, clipped to values from -1 to 1. Latents with
+    other numbers of channels have no colours, so their first three channels are shown, or of two
+    only the first, clipped to values from -3 to 3. Only the first frame of a video is shown.
     """
     from PIL import Image
 
@@ -284,7 +284,7 @@ def picture_writer(
         draw: the ``draw`` method of a ``Sampler``.
         config: the run's configuration.
 
-    Raises, on all ranks: the first rank cannot write there, or cannot import PIL.
+    Raises on all ranks if the first rank cannot write there, or cannot import PIL.
     """
     sampling = config.sampling
     folder = config.checkpoint.save
@@ -300,7 +300,7 @@ def picture_writer(
     pictures = Path(folder) / "samples"
     with raise_together():
         if is_first():
-            import_module("PIL.Image")  # fail before training, not after the first validation
+            import_module("PIL.Image")  # so that it fails before training, not after a validation
             problem = unwritable(pictures, "choose another --save")
             if problem:
                 raise ConfigError(f"pictures go to {pictures}, {problem}")
@@ -314,8 +314,8 @@ def picture_writer(
             num_broken = not_finite(latents)
             if num_broken:
                 print(
-                    f"note: {path.name} is not written: {num_broken} of {len(latents)} samples "
-                    "have values that are not finite; either guidance "
+                    f"note: {path.name} is not written, because {num_broken} of {len(latents)} "
+                    "samples have values that are not finite; either guidance "
                     f"{sampling.guidance} is too large, or training diverges",
                     file=sys.stderr,
                 )

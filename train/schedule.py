@@ -22,10 +22,10 @@ class ScheduleConfig:
     """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD
     (warm-up, stable, decay)."""
     lr_warmup_iters: int = 0
-    """Number of iterations of linear warm-up; a run that is too short for that many uses a
-    tenth of its iterations."""
+    """Number of iterations of linear warm-up; a run that is too short for it uses a tenth of its
+    iterations instead."""
     lr_warmup_fraction: float | None = None
-    """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
+    """Length of the warm-up as a share of lr_decay_iters, in [0, 1); replaces lr_warmup_iters."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of the warm-up."""
     lr_decay_iters: int | None = None
@@ -75,9 +75,10 @@ AnySchedule = TypeVar("AnySchedule", bound=ScheduleConfig)
 class Schedule:
     """A learning rate schedule with all defaults resolved: it no longer depends on train_iters.
 
-    The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts completed
-    iterations: its rate in iteration n + 1 is the one here in iteration n, so that a warm-up's
-    first iteration has a rate above lr_warmup_init. Names are those of ``ScheduleConfig``.
+    The formulas are those of ``megatron.core.optimizer_param_scheduler``, one iteration earlier:
+    Megatron counts completed iterations, so its rate in iteration n + 1 is the one here in
+    iteration n. Here the first iteration of a warm-up thus has a rate above lr_warmup_init. Names
+    are those of ``ScheduleConfig``.
     """
 
     lr: float
@@ -126,15 +127,15 @@ class Schedule:
         return min(1.0, (decay - (iteration - begin)) / decay)
 
     def taken_by(self, config: AnySchedule) -> AnySchedule:
-        """Return ``config`` with this schedule."""
+        """Return a copy of ``config`` with the settings of this schedule."""
         return replace(config, **asdict(self), lr_warmup_fraction=None)
 
 
 def schedule_of(config: ScheduleConfig, train_iters: int) -> Schedule:
     """Return the schedule of a run of ``train_iters`` iterations.
 
-    If lr_decay_iters is not set, a run too short for its warm-up uses a tenth of its iterations
-    instead, and caps lr_wsd_decay_iters at the rest, so that a short trial can use a long run's
+    If lr_decay_iters is not set, a run too short for its warm-up uses a tenth of its iterations for
+    it, and caps lr_wsd_decay_iters at the rest. So a short trial can use a long run's
     configuration. The default of lr_wsd_decay_iters never reaches into the warm-up.
     """
     end = config.lr_decay_iters or train_iters

@@ -41,10 +41,10 @@ from train.tasks.task import Data, Task
 class Trainer:
     """Trains one model: builds the run in `__init__`, and takes its steps in `train`.
 
-    A step is the same whatever is trained and however it is split over ranks. The task builds the
-    model and computes its loss, the runner takes micro-batches through the local pipeline stages,
-    and everything that does not change the weights (logging, validation, checkpoints, profiling)
-    is a callback.
+    A step is the same for every model and every split over ranks. The task builds the model and
+    computes its loss, the runner takes micro-batches through the local pipeline stages, and
+    everything that does not change the weights (logging, validation, checkpoints, profiling) is a
+    callback.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class Trainer:
         """Build everything, and load the weights and state that the run starts from; collective.
 
         Args:
-            peak_flops: FLOP/s per process that MFU is relative to; by default the device's peak.
+            peak_flops: FLOP/s per process that count as an MFU of 100 %; by default the device's
+                peak.
             open_log: opens the log of the first rank, as ``train.run.open_log`` does.
         """
         self.task = task
@@ -81,7 +82,7 @@ class Trainer:
         if is_first():
             print(task.description(self.data), *kernel_lines(config), sep="\n", flush=True)
 
-        # The training step, and what watches over it.
+        # The training step, and the objects that supervise it.
         self.log = open_log(config, final.saved, self.progress)
         self.runner = task.build_runner(self.parts)
         self.clock = Clock()
@@ -285,7 +286,7 @@ class Trainer:
 
 
 def describe_folder(folder: Path) -> str:
-    """List the files that a run has written, for people who look for its loss curve."""
+    """Return a line that lists a run's files, for people who look for its loss curve."""
     meanings = {"loss.png": "the curve", METRICS: "every iteration", "config.toml": "every setting"}
     files = [
         f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()

@@ -1,9 +1,10 @@
 """Measure training over a slow link between two emulated nodes: every context-parallel method.
 
-The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a
-node, or, as rails, 100 Mbit/s for each rank. A tiny GPT, a tiny LLaMA (grouped queries) and a tiny
-TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on the standard library's
-sources by pretrain_gpt.py, each configuration first without a limit and then within it.
+The nodes are network namespaces of 4 ranks each. A link of 100 Mbit/s joins them, shared by all
+ranks of a node, or, as rails, each rank has a link of 100 Mbit/s. A tiny GPT, a tiny LLaMA (grouped
+queries) and a tiny TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on the
+standard library's sources by pretrain_gpt.py, each configuration first without the limit and then
+with it.
 
 "Attention by the plan" is the part of the crossed bytes that the plans predict; the rest is
 gradients, headers and other collectives. Needs Linux, iproute2 and root (or `unshare --user
@@ -53,7 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
     add("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
     cases = (
-        "configurations besides ring, or lasp for linear attention, the references (default: all)"
+        "configurations to measure in addition to the reference, which is ring, or lasp for linear "
+        "attention (default: all)"
     )
     add("--cases", nargs="+", choices=tuple(dict.fromkeys([*CASES, *LINEAR_CASES])), help=cases)
     add(
@@ -62,26 +64,26 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[1024],
         metavar="N",
-        help="one or more (default: 1024)",
+        help="numbers of tokens per sequence (default: 1024)",
     )
     add(
         "--tokens",
         type=positive,
         default=8192,
         metavar="N",
-        help="tokens of a step at most, in sequences (default: %(default)s)",
+        help="maximum number of tokens per step (default: %(default)s)",
     )
-    batch_size = "sequences of a step instead, so that tokens grow with the length"
+    batch_size = "number of sequences per step, instead of --tokens, whatever the length"
     add("--batch-size", type=positive, metavar="N", help=batch_size)
     add_link(parser, repeats=5)
     return parser
 
 
 def measure(args: argparse.Namespace) -> Row:
-    """Measure all settings of a command line, with a line for each configuration.
+    """Measure all settings of a command line, and print a line for each configuration.
 
-    Raises MeasureError: a rank failed; NetworkError: the machine does not allow the namespaces, or
-    tc does not know the rate.
+    Raises MeasureError if a rank failed, and NetworkError if the machine does not allow the
+    namespaces, or tc does not know the rate.
     """
     rows: list[Row] = []
     with corpus() as data:
@@ -103,7 +105,10 @@ def measure(args: argparse.Namespace) -> Row:
 def measure_setting(
     network: Network, setting: Row, data: Path, args: argparse.Namespace
 ) -> list[Row]:
-    """Return the rows of one setting, the reference's first."""
+    """Measure a setting's configurations; return a row for each, the reference's first.
+
+    A setting is a model, a link, a length and a batch size.
+    """
     model = setting["model"]
     cases = cases_of(model)
     rows: list[Row] = []

@@ -1,13 +1,13 @@
 """Measure the attention alone, forward and backward, between two emulated nodes with a slow link.
 
-8 ranks in two network namespaces, as in ``python -m bench.link``, and no model: packed documents of
-log-normal lengths, documents of about 500 tokens, one document under a window, and one document,
-also with a KV head for four query heads; float32.
+8 ranks run in two network namespaces, as in ``python -m bench.link``, without a model. The cases
+are packed documents of log-normal lengths, documents of about 500 tokens, one document under a
+window, and one document, also with a KV head for four query heads; all in float32.
 
-The method exchange, which sends each row once per node, runs against every other method twice:
-sending only the rows that a query sees, and sending all rows, as every method did before masks
-decided what travels. If the best of these spends less than 70 % of its time on the link, compute is
-measured and not the link: give a lower --rate.
+The method exchange, which sends each row once per node, runs against two forms of every other
+method: one sends only the rows that a query sees, and one sends all rows, as every method did
+before masks decided what is sent. If the best of these spends less than 70 % of its time on the
+link, the bench measures compute and not the link; give a lower --rate then.
 
     # 16384 tokens, 8 heads of 32, 100 Mbit/s
     python -m bench.link.attention
@@ -41,9 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Masks (fields of a MaskedShape), and query heads per KV head, keyed by case."""
 MIN_SPEEDUP = {"lognormal": 2.3, "short": 8.0, "window": 6.0, "one": 1.05, "one_grouped": 1.05}
-"""Minimum speedup over the best other method that sends all rows."""
+"""Minimum speedup of exchange over the best other method that sends all rows, keyed by case."""
 METHODS = ("ring", "striped", "zigzag", "double_ring", "ulysses", "allgather", "wallfacer_c2")
-"""Names of configurations of ``bench.link``."""
+"""Methods to compare exchange with, named as the configurations of ``bench.link``."""
 OURS = "exchange"
 
 
@@ -52,7 +52,7 @@ class AllRows(Plan):
 
     @property
     def sparse(self) -> bool:
-        """False: all rows travel."""
+        """Always False, so that all rows are sent."""
         return False
 
 
@@ -66,7 +66,7 @@ class Contestant:
     team: int = 1
 
     def plan(self, work: MaskedShape, network: Network) -> Plan:
-        """Return the plan on the ranks of a network. Raises ContextError: as ``make_plan``."""
+        """Return the plan on a network's ranks. Raises ContextError for ``make_plan``'s reasons."""
         plan = work.plan(
             self.method, network.size, ranks_per_node=network.ranks_per_node, team_size=self.team
         )
@@ -78,7 +78,7 @@ class Contestant:
 def attend(
     pipe: Connection, work: MaskedShape, name: str, plan: Plan, truth: list[float], steps: int
 ) -> None:
-    """Join the group and run forwards and backwards, as ``ranks.run_steps``."""
+    """Join the group, and run forward and backward passes by ``ranks.run_steps``."""
     with process_group() as group:
         cp = ContextParallel(plan, group)
         step = forward_backward(cp.attend, *(cp.shard(x, dim=1) for x in work.tensors()))
@@ -99,10 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases of a command line, with a line for each contestant.
+    """Measure all cases of a command line, and print a line for each contestant.
 
-    Raises MeasureError: a rank failed, or computes something else than one process; NetworkError:
-    the machine does not allow the namespaces.
+    Raises MeasureError if a rank failed, or computes something else than one process, and
+    NetworkError if the machine does not allow the namespaces.
     """
     rows: list[dict[str, Any]] = []
     verdicts: dict[str, dict[str, Any]] = {}
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int:
-    """Return the planned bytes that cross the link in the busier direction."""
+    """Return the bytes that cross the link in the busier direction, by the contestant's plan."""
     sizes = {
         "batch": 1,
         "heads": work.num_heads,
@@ -158,9 +158,10 @@ def work_of(case: str, **shape: int) -> MaskedShape:
 
 
 def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
-    """Return Longmesh's method and the others, in both forms if these differ.
+    """Return exchange, and each other method in both forms if these differ.
 
-    The forms are equal for one document, and for ulysses, which sends heads.
+    The forms (sending all rows, or only needed ones) do not differ for one document without a
+    window, nor for ulysses, which sends heads.
     """
     chosen = [Contestant(OURS, OURS)]
     for name in methods:

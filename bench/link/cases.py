@@ -24,11 +24,12 @@ _FLAGS = {
     for name, flags in _FILE["models"].items()
 }
 CLUSTERS = Path(__file__).with_name("clusters")
-"""Folder with a cluster file for the planner for each kind of link."""
+"""Folder with the planner's cluster files, one for each kind of link."""
 MODELS = [name for name in _FLAGS if name != "dit"]
 """Names of the language models."""
 FRAME = (32, 32)
-"""Height and width of a frame in the videos for the model ``dit``: 256 patches of 2 x 2."""
+"""Height and width of a frame of latents in the videos for the model ``dit``: a frame has 256
+patches of 2 x 2."""
 
 
 def cases_of(model: str) -> dict[str, Case]:
@@ -38,7 +39,7 @@ def cases_of(model: str) -> dict[str, Case]:
 
 
 def reference_of(model: str) -> str:
-    """Return the configuration with which a model's other configurations are compared."""
+    """Return the name of the configuration with which a model's others are compared."""
     return "lasp" if model == "transnormer" else "ring"
 
 
@@ -47,9 +48,10 @@ def command_line(
 ) -> list[str]:
     """Return the flags of pretrain_gpt.py or, for the model ``dit``, of pretrain_dit.py.
 
-    ``data`` is the result of ``data_of``; for ``dit``, ``seq_length`` is the patches of a video.
-    Every node has a copy of the weights, and gradients are summed over the link once; with tensor
-    parallelism each rank has its own weights, and no matrix's gradient crosses.
+    ``data`` is the result of ``data_of``; for ``dit``, ``seq_length`` is the number of patches of a
+    video. Every node has a copy of the weights, and gradients cross the link once, to be summed.
+    With tensor parallelism, each rank has its own part of the weights, and no gradient of a matrix
+    crosses the link.
     """
     if model == "dit":
         flags = [
@@ -83,12 +85,12 @@ def corpus() -> Iterator[Path]:
 
 
 def latent_shape(patches: int) -> tuple[int, ...]:
-    """Return the shape of a video's latents."""
+    """Return the shape of a video's latents: channels, frames, height and width."""
     return 4, 4 * patches // prod(FRAME), *FRAME
 
 
 def data_of(model: str, text: Path, seq_length: int) -> Path:
-    """Return the data of a model: the prefix of ``text``, or for ``dit`` a folder of noise.
+    """Return the path of a model's data: the prefix ``text``, or for ``dit`` a folder of noise.
 
     The folder is next to the text, and written if it does not exist.
     """

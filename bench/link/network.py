@@ -17,20 +17,20 @@ from runtime.errors import UserError
 NODES = 2
 LINKS = ("shared", "rails")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns need Python 3.12
-BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
+BURST = "128kb"  # more than one packet: veth passes on up to 64 KiB at once
 QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped
 SHORT = ("u16", "0x0000", "0xff00", "at", "2")
-"""Packets of less than 256 bytes, which get priority.
+"""tc's match for packets of less than 256 bytes, which get priority.
 
-Behind a full queue of this size acknowledgements would wait for tenths of a second, as in no real
-switch, and TCP would send late, or again."""
+Behind a full queue, acknowledgements would wait for tenths of a second, as in no real switch, and
+TCP would send late or resend."""
 TRUNK = "trunk"
 CURRENT = "/proc/thread-self/ns/net"
 WITHOUT_ROOT = "unshare --user --map-root-user --net"
 
 
 class NetworkError(UserError):
-    """This machine lacks or forbids something; the message names what is needed."""
+    """This machine lacks or forbids something that emulated nodes need; the message names it."""
 
 
 class Namespace:
@@ -61,7 +61,7 @@ class Namespace:
                 _call("setns", outside.fileno(), NEW_NETWORK)
 
     def run(self, *command: str) -> str:
-        """Run a command inside and return its output. Raises NetworkError: it failed."""
+        """Run a command inside and return its output. Raises NetworkError if it fails."""
         with self.inside():
             process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
@@ -69,7 +69,7 @@ class Namespace:
         return process.stdout
 
     def close(self) -> None:
-        """Close the handle that keeps it alive."""
+        """Close the handle that keeps the namespace alive."""
         os.close(self._file)
 
 
@@ -80,7 +80,7 @@ class Network:
     rails every rank has its own namespace and link, plugged into its node's bridge; between the
     bridges each rank may send at the rate, whatever the destination.
 
-    Raises NetworkError: no permission, or iproute2 or a kernel module is missing.
+    Raises NetworkError if permission is lacking, or iproute2 or a kernel module is missing.
     """
 
     def __init__(self, *, rails: bool, ranks_per_node: int = 4) -> None:
@@ -117,12 +117,12 @@ class Network:
         self._open_files.close()
 
     def address(self, rank: int) -> str:
-        """Return the IPv4 address of a rank; without rails its node's."""
+        """Return the IPv4 address of a rank; without rails, this is its node's address."""
         host = rank if self.rails else rank // self.ranks_per_node
         return f"10.77.0.{1 + host}"
 
     def path(self, rank: int) -> str:
-        """Return the namespace of a rank, for ``enter``."""
+        """Return the path of a rank's namespace, for ``enter``."""
         return self._ranks[rank].path
 
     def limit(self, rate: str | None) -> None:
@@ -130,7 +130,7 @@ class Network:
 
         None removes the limit.
 
-        Raises NetworkError: tc does not know the rate, or the kernel lacks htb or u32.
+        Raises NetworkError if tc does not know the rate, or the kernel lacks htb or u32.
         """
         for index, node in enumerate(self._nodes):
             if "noqueue" not in node.run("tc", "qdisc", "show", "dev", TRUNK):
@@ -145,7 +145,7 @@ class Network:
                 self._limit_class(node, number, rate, ("ip", "src", f"{address}/32"))
 
     def crossed(self) -> tuple[int, int]:
-        """Return the bytes sent to node 1 and to node 0, from the counters of the interfaces."""
+        """Return the bytes sent to node 1 and to node 0 so far, as the interfaces count them."""
         sent_bytes = []
         for node in self._nodes:
             with node.inside():
@@ -178,13 +178,13 @@ def enter(path: str) -> None:
 def check_permission() -> None:
     """Check that this machine can emulate the nodes.
 
-    Raises NetworkError: it is not Linux, iproute2 is missing, or this process may not make network
-    namespaces.
+    Raises NetworkError if it is not Linux, iproute2 is missing, or this process may not make
+    network namespaces.
     """
     if not Path(CURRENT).exists():
         raise NetworkError(
-            "the link bench emulates nodes by Linux network namespaces, which this system does not"
-            " have"
+            "the link bench needs Linux network namespaces, but this system has none; run it on"
+            " Linux"
         )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -197,8 +197,8 @@ def check_permission() -> None:
     except PermissionError as error:
         raise NetworkError(
             "the link bench makes network namespaces and limits a link between them, which takes"
-            f" CAP_SYS_ADMIN and CAP_NET_ADMIN, and this process may not ({error.strerror}); run it"
-            " as root, or, where unprivileged user namespaces are allowed, put"
+            f" CAP_SYS_ADMIN and CAP_NET_ADMIN, but this process may not ({error.strerror}); run it"
+            " as root, or, if unprivileged user namespaces are allowed, put"
             f" `{WITHOUT_ROOT}` before the command"
         ) from error
 
@@ -206,10 +206,10 @@ def check_permission() -> None:
 def prepare_machine() -> None:
     """Check the permission, and set the environment of the ranks.
 
-    Raises as ``check_permission``.
+    Raises NetworkError for the reasons of ``check_permission``.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # torch would warn that namespaces have no name server.
+    # otherwise torch would warn that the namespaces have no name server
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_permission()
 

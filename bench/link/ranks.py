@@ -1,6 +1,7 @@
 """Train, or only attend, on real ranks inside the namespaces, and measure steps and traffic.
 
-Ranks are forked from a server that has already imported torch and the entry, then enter their node.
+Ranks are forked from a server that has already imported torch and the entry; then each enters the
+namespace of its node.
 """
 
 import argparse
@@ -33,13 +34,13 @@ from train.config.entries import Config
 from train.tasks.registry import ENTRIES
 
 PORT = 29400
-ANSWER_WITHIN = 300.0  # seconds within which the next iteration must end
+ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
 WARM_UP = 1
-"""Number of first steps without the limit that do not count: connections are set up."""
+"""Number of first steps without the limit that do not count, since they set up connections."""
 UNLIMITED = 1
-"""Number of steps without the limit that count."""
+"""Number of timed steps without the limit, after the warm-up."""
 WARM_UP_LIMITED = 1
-"""Number of first steps within the limit that do not count, while TCP finds its window."""
+"""Number of first steps within the limit that do not count, since TCP still adapts its window."""
 SHARED = {"shared": "one link for all ranks", "rails": "a link for each rank"}
 COLUMNS: dict[str, Column] = {
     "": "{name}",
@@ -62,9 +63,9 @@ class Iteration(NamedTuple):
 def _seated(
     network: Network, body: Callable[..., None], *arguments: Any
 ) -> list[tuple[Callable[..., None], Any]]:
-    """Return the arguments of ``started`` that run ``body(pipe, *arguments)`` on every rank.
+    """Return the argument of ``started`` that runs ``body(pipe, *arguments)`` on every rank.
 
-    The environment is that of an agent per node.
+    The environment is the one that a launcher's agent on each node would set.
     """
     seats = []
     for rank in range(network.size):
@@ -91,7 +92,7 @@ def _serve(
     """Run a rank in its namespace, with the environment from its launcher."""
     enter(namespace)
     os.environ.update(environment)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # lines of progress
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard progress lines
     torch.set_num_threads(1)
     body(pipe, *arguments)
 
@@ -102,7 +103,7 @@ def train(
     before: Callable[[int], None],
     entry: str = "pretrain_gpt",
 ) -> list[Iteration]:
-    """Run the entry with ``arguments`` on all ranks, and return its iterations as ``iterate``."""
+    """Run the entry with ``arguments`` on all ranks, and return iterations as ``iterate`` does."""
     return iterate(network, before, _train, entry, arguments)
 
 
@@ -114,7 +115,7 @@ def iterate(
     ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the
     call.
 
-    Raises MeasureError: a rank failed, died or did not answer.
+    Raises MeasureError if a rank failed, died or did not answer.
     """
     iterations: list[Iteration] = []
     before(0)
@@ -130,9 +131,9 @@ def iterate(
 
 
 def calibrated(network: Network, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Return the figures of ``tools.calibrate`` on the ranks of the network.
+    """Calibrate the network: return the figures of ``tools.calibrate`` on its ranks.
 
-    Raises MeasureError: as ``train``.
+    Raises MeasureError if a rank failed, died or did not answer in time.
     """
     with as_measure_errors(), started(_seated(network, _calibrate, work, lengths)) as ranks:
         return next(figures for _, figures in messages(ranks, ANSWER_WITHIN))
@@ -189,7 +190,7 @@ def run_steps(
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
     """Return the bytes that a step's attentions send to node 1 and to node 0, by the plan.
 
-    Zero with tensor parallelism, whose layers send their tokens outside of the plan.
+    With tensor parallelism they are 0, since its layers exchange tokens outside of the plan.
     """
     model = config.model
     to_node_1 = 0
@@ -234,10 +235,13 @@ def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, i
 def add_link(parser: argparse.ArgumentParser, repeats: int) -> None:
     """Add flags for the link's rate, the number of steps, and the results."""
     parser.add_argument(
-        "--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)"
+        "--rate", default="100mbit", help="rate of the link or each rail (default: %(default)s)"
     )
     parser.add_argument(
-        "--repeats", type=positive, default=repeats, help="steps that count (default: %(default)s)"
+        "--repeats",
+        type=positive,
+        default=repeats,
+        help="number of timed steps (default: %(default)s)",
     )
     add_results(parser)
 
@@ -247,12 +251,13 @@ def figures(
     args: argparse.Namespace,
     run: Callable[[Callable[[int], None], int], list[Iteration]],
 ) -> dict[str, Any]:
-    """Return the medians of a contestant's steps without the limit and within it, and its traffic.
+    """Return a contestant's median step times without and within the limit, and its traffic.
 
-    ``run(before, steps)`` is as ``iterate``. ``on_link`` is the time of the bytes at the link's
-    rate, as a share of the step.
+    ``run(before, steps)`` returns iterations as ``iterate`` does. ``crossed`` is the bytes of a
+    step in the busier direction; ``on_link`` is the time that they take at the link's rate, as a
+    share of the step.
 
-    Raises MeasureError: a rank failed, or computes something else than it should.
+    Raises MeasureError if a rank failed, or its result is wrong.
     """
     first_limited = WARM_UP + UNLIMITED
 
@@ -282,7 +287,7 @@ def figures(
 def bits_per_second(rate: str) -> float:
     """Return a rate in bits per second.
 
-    Raises UserError: it is not a number with kbit, mbit or gbit.
+    Raises UserError if it is not a number with kbit, mbit or gbit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
     if match is None or float(match[1]) <= 0:
@@ -299,9 +304,9 @@ def run_bench(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     markdown: Callable[[dict[str, Any]], list[str]],
 ) -> None:
-    """Measure, print, and write to ``--results`` if given.
+    """Measure, print a report, and write it to ``--results`` if given.
 
-    Raises UserError: a wrong rate; NetworkError: as ``prepare_machine``.
+    Raises UserError if the rate is invalid, and NetworkError for ``prepare_machine``'s reasons.
     """
     bits_per_second(args.rate)
     prepare_machine()

@@ -18,16 +18,17 @@ CALL_ROLES = ("function_call", "tool_call")
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return a row's tools; None if it has none.
+    """Return a row's tools as a list of objects; None if it has no tools.
 
     They come from `tools` or from OpenAI's older `functions`, as a list or as its JSON.
 
-    Raises DataError: the value is neither a list nor the JSON of one, or a tool is not an object.
+    Raises DataError if both keys are given, the value is neither a list nor the JSON of one, or a
+    tool is not an object.
     """
     tools = _listed("tools", row.get("tools"))
     functions = _listed("functions", row.get("functions"))
     if tools and functions:
-        raise DataError("it has tools and functions, which say the same; leave one out")
+        raise DataError("it has tools and functions, which mean the same; leave one out")
     if functions:
         tools = [{"type": "function", "function": function} for function in functions]
     return tools
@@ -43,17 +44,15 @@ def _listed(name: str, value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(
-            f"it has {name} {value!r:.40}; they must be a list of objects, or the JSON of one"
-        )
+        raise DataError(f"it has {name} {value!r:.40}; they must be a list of objects, or its JSON")
     return value
 
 
 def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
     """Return a turn's function calls, from `tool_calls` or from OpenAI's older `function_call`.
 
-    Raises DataError: a call without a name, or with arguments that are neither an object nor its
-    JSON.
+    Raises DataError if both keys are given, a call has no name, or its arguments are neither an
+    object nor its JSON.
     """
     calls = turn.get("tool_calls")
     older = turn.get("function_call")
@@ -61,7 +60,7 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
         calls = parsed(f"{where} has tool_calls", calls)
     if not says_nothing(calls) and not says_nothing(older):
         raise DataError(
-            f"{where} has tool_calls and function_call, which say the same; leave one out"
+            f"{where} has tool_calls and function_call, which mean the same; leave one out"
         )
     if not says_nothing(older):
         return _called(where, older)
@@ -84,7 +83,7 @@ def holds_null(value: Any) -> bool:
 def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
     """Join consecutive function calls of ShareGPT's roles into one turn, as ms-swift reads them.
 
-    Raises DataError: one of them is marked as learned and another is not.
+    Raises DataError if the turns have different loss flags.
     """
     joined: list[Any] = []
     for number, turn in enumerate(turns, start=1):
@@ -97,7 +96,7 @@ def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
         if mark_of(where, turn) != mark_of(previous_where, previous):
             raise DataError(
                 f"{where} is a function call right after another one, but the two have different "
-                "marks of loss; mark both the same way"
+                "loss flags; give both the same flag"
             )
         calls = spoken_calls(previous_where, _content(previous))
         calls += spoken_calls(where, _content(turn))
@@ -114,12 +113,12 @@ def _content(turn: Mapping[str, Any]) -> Any:
 
 
 def spoken_calls(where: str, content: Any) -> list[Call]:
-    """Return the calls of a turn that has ShareGPT's role function_call.
+    """Return the calls of a turn that has ShareGPT's role function_call or tool_call.
 
     The turn's text is the JSON of one call, or of a list of calls.
     """
     if isinstance(content, str):
-        content = parsed(f"{where} is a call of a function and", content)
+        content = parsed(f"{where} is a function call with the text", content)
     return _called(where, content)
 
 
@@ -136,7 +135,7 @@ def _called(where: str, calls: Any) -> list[Call]:
         function.setdefault("arguments", function.pop("parameters", {}))
         if isinstance(function["arguments"], str):
             function["arguments"] = parsed(
-                f"{where} calls {function['name']} and", function["arguments"]
+                f"{where} calls {function['name']} with the text", function["arguments"]
             )
         called.append({"type": "function", "function": function})
     return called
@@ -150,7 +149,7 @@ def _check(where: str, call: Any) -> None:
         or not function["name"]
     ):
         raise DataError(
-            f"{where} has tool_calls with {call!r:.60}, which has no function name; add the name"
+            f"{where} has tool_calls with {call!r:.60}, but the call has no function name; add it"
         )
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):
@@ -161,7 +160,7 @@ def _check(where: str, call: Any) -> None:
 
 
 def parsed(subject: str, text: str) -> Any:
-    """Parse a JSON text. Raises a DataError whose message begins with ``subject``."""
+    """Parse a JSON text. An invalid one raises a DataError that begins with ``subject``."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ class NamedTemplate:
     source: str
     special: tuple[str, ...]
     begin: str | None
-    """Token that begins a text (bos_token); None if there is none."""
+    """Token that begins a text (bos_token); None without such a token."""
     end: str
     """Token that ends a turn (eos_token), at which generation stops."""
 
@@ -48,18 +48,18 @@ NAMED = {
 def train_chat_tokenizer(
     rows: Iterable[Row], skip_refused: bool, folder: Path, vocab_size: int, name: str
 ) -> Path:
-    """Train a byte-level BPE on conversations, for a template of NAMED.
+    """Train a byte-level BPE tokenizer on conversations, for the template NAMED[name].
 
-    It reads the first 8 million characters. It writes tokenizer.json, whose path is returned, and
-    tokenizer_config.json into a folder that `transformers` can load.
+    Training uses the first 8 million characters. The folder gets a tokenizer.json, whose path is
+    returned, and a tokenizer_config.json, so that the transformers library can load it.
 
-    Raises DataError: a conversation cannot be used (unless these are skipped), `vocab_size` is too
-    small for the 256 bytes and the special tokens, or the conversations do not yield so many
-    entries.
+    Raises DataError if a conversation cannot be used (unless `skip_refused`), if `vocab_size` is
+    too small for the 256 bytes and the special tokens, or if the conversations yield fewer than
+    `vocab_size` entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    # Imports numpy, which a program's --help need not load to name the templates.
+    # Imported here because it loads numpy, which --help does not need to list the templates.
     from data.tokenizer import to_train_on
 
     template = NAMED[name]
@@ -67,8 +67,8 @@ def train_chat_tokenizer(
     min_entries = len(alphabet) + len(template.special)
     if vocab_size < min_entries:
         raise DataError(
-            f"vocab_size is {vocab_size}; 256 bytes and the special tokens of {name} take "
-            f"{min_entries} entries"
+            f"vocab_size is {vocab_size}, but 256 bytes and the special tokens of {name} take "
+            f"{min_entries} entries; give --vocab-size {min_entries} or more"
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -24,11 +24,11 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 UNREAD = "unread: "
-"""Prefix of the counts of ignored or changed content, such as a key that nothing reads."""
+"""Prefix of the keys that count ignored or changed content, such as a field that nothing reads."""
 END = "end: "
-"""Prefix of the counts of the tokens that end turns."""
+"""Prefix of the keys that count turn-end tokens; the token's id follows."""
 TURNS = "turns"
-"""Key of the number of learned turns (turns with a loss)."""
+"""Key of the counter of learned turns (turns that carry loss)."""
 Piece = tuple[np.ndarray, np.ndarray]
 """Token ids and loss mask of a conversation or a part of it, [T] each."""
 
@@ -57,10 +57,9 @@ class Chat:
 
 
 def with_conversation(reads: Reads, row: Row) -> Row:
-    """Replace a row's content by its conversation, or by the error with which it is refused.
+    """Replace a row's content by its conversation, or by a DataError if it has no usable one.
 
-    This runs before rows are sent to other processes, because values may be nested too deeply for
-    pickle.
+    Do this before sending rows to other processes: pickle fails on values that are nested deeply.
 
     Args:
         reads: the names that the template uses.
@@ -83,8 +82,8 @@ def convert(
     The rows come from `with_conversation`. The counts also contain, with the prefix UNREAD, the
     keys that nothing reads and, with the prefix END, the ids of the tokens that end turns.
 
-    Raises DataError: a conversation cannot be used, with its file and line, unless these are
-    skipped.
+    Raises DataError, with the file and line, if a conversation cannot be used, unless
+    `chat.skip_refused`. An UnboundedError is never skipped.
     """
     pieces: list[Piece] = []
     refused: list[str] = []
@@ -120,7 +119,7 @@ def _converted(
 ) -> list[Piece]:
     """Return the pieces of a conversation that carry loss, and add to the counts.
 
-    Raises DataError, with the counts unchanged.
+    Raises DataError if the conversation cannot be used; the counts are then unchanged.
     """
     encoded = template.encode(tokenizer, conversation)
     if chat.strict and encoded.notes:
@@ -183,7 +182,7 @@ def write_packed(
 ) -> int:
     """Write .bin/.idx pairs of packed items; return the number of bins.
 
-    An item becomes a sequence of the pair, and a bin a document. Bins are written in random order.
+    In each pair, an item is a sequence and a bin is a document. Bins are written in random order.
 
     Args:
         sources: for each pair, the file with the items' concatenated values, and their dtype.

@@ -27,7 +27,7 @@ def compiled(name: str, source: str) -> "Template":
     """Compile a template. Raises DataError if it is not valid or too long."""
     if len(source) > MAX_SOURCE:
         raise DataError(
-            f"the chat template {name} has more than {MAX_SOURCE:,} characters; name another file"
+            f"the chat template {name} has more than {MAX_SOURCE:,} characters; give another file"
         )
     try:
         return bounded(f"the chat template {name}", lambda: _environment().from_string(source))
@@ -64,7 +64,7 @@ def names_in(name: str, source: str) -> Reads:
 def _environment() -> "Environment":
     """Return a jinja2 environment with the sandbox, loop controls and generation marks.
 
-    It is the one of transformers' chat_template_utils.py.
+    It behaves like the environment in chat_template_utils.py of the transformers library.
     """
     from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols

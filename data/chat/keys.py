@@ -1,7 +1,7 @@
-"""Classify the keys of rows and turns as metadata, marks of loss, or content.
+"""Classify the keys of rows and turns as metadata, loss flags, or content.
 
 A key that the template names is passed on to it. Of the other keys, known metadata is ignored, keys
-that must not get lost (pictures, thoughts, preferences, marks of loss) are refused, and the rest is
+that must not get lost (pictures, thoughts, preferences, loss masks) are refused, and the rest is
 counted and reported. So no part of a conversation is lost silently, and a data set with ordinary
 metadata still needs no cleaning.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from runtime.errors import DataError
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys that may hold a turn's thought, in the order in which transformers looks for them."""
+"""Keys that may hold a turn's thought (its reasoning), in the order of the transformers library."""
 MARKS = (
     "train",
     "training",
@@ -27,9 +27,9 @@ MARKS = (
     "loss_mask",
     "step_loss_mask",
 )
-"""Keys that mark a turn as learned, with true or 1, or as not learned, with false or 0."""
+"""Keys of loss flags: true or 1 for a turn that is learned (carries loss), false or 0 if not."""
 MASKED = "masked"
-"""Key with the opposite meaning of MARKS, as in torchtune."""
+"""Loss flag with the opposite meaning, as in torchtune: true or 1 if a turn is not learned."""
 
 _HARMLESS_WORDS = """
     id idx index uid uuid guid hash key name_id source src origin dataset data_source
@@ -49,7 +49,7 @@ _HARMLESS_WORDS = """
     comments note notes title description_id __index_level_0__
 """
 HARMLESS = frozenset(_HARMLESS_WORDS.split())
-"""Keys of rows and turns that are metadata, not part of the conversation."""
+"""Keys of rows and turns that are ignored: metadata, not part of the conversation."""
 _HARMLESS_ENDS = re.compile(
     r".+_(?:id|ids|uuid|hash|score|scores|rating|time|timestamp|at|count|url|version|lang)"
 )
@@ -78,15 +78,15 @@ _CONTENT = ("tools", "functions", "documents", "tool_calls", "function_call", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """The names that a chat template uses."""
+    """Names that a chat template uses; keys with these names are passed on to it."""
 
     variables: frozenset[str] = frozenset()
-    """Variables that the caller passes in, such as documents."""
+    """Variables that the caller must define, such as documents."""
     names: frozenset[str] = frozenset()
     """Attributes and string constants; every key of a turn that the template could read is among
     them. Rendering shows which keys it does read."""
     texts: frozenset[str] = frozenset()
-    """String constants, some of which may be roles."""
+    """String constants; a turn may have one of them as its role."""
 
     def __or__(self, other: "Reads") -> "Reads":
         return Reads(
@@ -114,7 +114,8 @@ def says_nothing(value: Any) -> bool:
 def is_unread(where: str, key: str, value: Any) -> bool:
     """Return whether to report a key that the template does not read.
 
-    Raises DataError: the key holds pictures, a thought or a preference, or marks learned text.
+    Raises DataError if the key holds content that must not be lost (such as pictures, a thought or
+    a preference), or looks like a loss mask.
     """
     if says_nothing(value):
         return False
@@ -126,7 +127,7 @@ def is_unread(where: str, key: str, value: Any) -> bool:
         )
     if key in _CONTENT:
         raise DataError(
-            f"{where} has {key}, which the chat template does not name, so that it would be lost; "
+            f"{where} has {key}, but the chat template does not name it, so it would be lost; "
             f"give a template that writes it, or leave out {key} or the conversation"
         )
     if key in HARMLESS:
@@ -138,15 +139,15 @@ def is_unread(where: str, key: str, value: Any) -> bool:
         )
     if _THOUGHT_LIKE.fullmatch(key) and isinstance(value, (str, list, dict)):
         raise DataError(
-            f"{where} has {key}, a thought that the chat template does not name, so that it would "
-            f"be lost; give a template that writes it, or leave out {key} or the conversation"
+            f"{where} has {key}, a thought that the chat template does not name, so it would be "
+            f"lost; give a template that writes it, or leave out {key} or the conversation"
         )
     return key in _LINKS or not _HARMLESS_ENDS.fullmatch(key)
 
 
 def refuse_pictures(where: str, key: str, value: Any) -> None:
     """Raise DataError if a key for pictures, sound or video has a value."""
-    if value and _PICTURES.fullmatch(key):  # a number of 0 pictures is no harm
+    if value and _PICTURES.fullmatch(key):  # a count of 0 pictures is harmless
         raise DataError(
             f"{where} has {key}, but pictures, sound and video are not supported; "
             "leave the conversation out"
@@ -154,9 +155,9 @@ def refuse_pictures(where: str, key: str, value: Any) -> None:
 
 
 def mark_of(where: str, contents: Mapping[str, Any]) -> bool | None:
-    """Return the mark of a row or a turn: True for learned, False for not, None without marks.
+    """Return the loss flag of a row or turn: True for learned, False for not, None without flag.
 
-    Raises DataError: a mark is not true, false, 1 or 0, or two marks contradict each other.
+    Raises DataError if a flag is not true, false, 1 or 0, or if two flags contradict each other.
     """
     marks: dict[str, bool] = {}
     for key in (*MARKS, MASKED):

@@ -25,10 +25,10 @@ Render = Callable[[Sequence[Turn], bool], str]
 Bounds = tuple[int, int]
 """Offsets in the rendered text at which a turn starts and ends."""
 ALL_COMPARED = 32
-"""Number of first turns for which every prefix is compared."""
+"""Number of turns at the start of a conversation for which every prefix is compared."""
 _SHARES = 8
 _AROUND = 6
-"""Number of turns before an answer that are searched for a question, at which a window starts."""
+"""Maximum number of turns to go back from an answer to a question at which a window starts."""
 
 
 def spans_by_prefixes(
@@ -68,7 +68,7 @@ def _compared(render: Render, turns: Sequence[Turn], number: int, text: str) -> 
 
 
 def _by_windows(render: Render, turns: Sequence[Turn], text: str) -> dict[int, Bounds] | None:
-    """Return the bounds of the assistant's turns, mostly from windows; None if a check fails."""
+    """Return the bounds of the assistant's turns, keyed by turn number; None if a check fails."""
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     answers_to_compare = _compared_answers(answers, len(turns))
     bounds: dict[int, Bounds] = {}
@@ -109,8 +109,8 @@ def _by_window(
 ) -> Bounds | None:
     """Return a turn's bounds from a short conversation (a window) that ends with the turn.
 
-    ``offset`` is the end of the ``previous`` answer in the whole text. None if the whole text does
-    not continue there as the short conversation does.
+    ``offset`` is the end of the ``previous`` answer in the whole text. Returns None if the whole
+    text does not continue there as the window does, or if the template refuses the window.
     """
     numbers = _window_before(turns, previous)
     num_before = len(numbers)
@@ -136,7 +136,7 @@ def _by_window(
 def _window_before(turns: Sequence[Turn], previous: int) -> list[int]:
     """Return the numbers of a few turns that end with the ``previous`` answer.
 
-    They are the system's turns and those from a question on, because some templates refuse a
+    These are the system's turns and the turns from a question on: some templates refuse a
     conversation that begins with an answer, and some write a thought only after the last question.
     """
     leading = 0

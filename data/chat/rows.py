@@ -1,8 +1,8 @@
 """Read conversations from rows in ShareGPT's or OpenAI's format.
 
-Only the assistant's turns are learned; a mark of a row or a turn can remove loss but not add it to
-another role. A conversation without any loss is refused: it would take up space in the samples and
-teach nothing, and that is more often an error in the data than intended.
+Only the assistant's turns are learned (carry loss); a loss flag of a row or a turn can remove loss
+but not add it to another role. A conversation without any loss is refused: it would take up space
+in the samples and teach nothing, and that is more often an error in the data than intended.
 """
 
 import re
@@ -66,8 +66,8 @@ def conversation_of_turns(turns: Sequence[Turn]) -> Conversation:
 def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: B008, it is frozen
     """Return the conversation in a row.
 
-    A row is an object with ShareGPT's `conversations` (from, value) or OpenAI's `messages`, a list
-    of turns, or the DataError of a broken line.
+    A row is one of three: an object with ShareGPT's `conversations` (from, value) or OpenAI's
+    `messages`; a list of turns; or the DataError of a broken line, which is then raised.
 
     Args:
         row: the row.
@@ -75,7 +75,7 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
             passed on to the template.
 
     Raises:
-        DataError: there are no turns, a turn is empty, a role is unknown, nothing is learned, or
+        DataError: there are no turns, a turn is empty, a role is unknown, no turn is learned, or
             content would be lost.
     """
     if isinstance(row, DataError):
@@ -102,7 +102,7 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
 
 
 def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
-    """Return a row's turns, with the row's system text as the first turn. Raises DataError."""
+    """Return a row's turns, preceded by the row's system text. Raises DataError without turns."""
     lists = _filled(row, ("messages", "conversations"))
     if len(lists) == 2 and lists["messages"] != lists["conversations"]:
         raise DataError(
@@ -118,7 +118,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
 
     systems = _filled(row, _SYSTEM)
     if len(systems) > 1:
-        raise DataError(f"has {' and '.join(systems)}, which say the same; leave one out")
+        raise DataError(f"has {' and '.join(systems)}, which mean the same; leave one out")
     for name, text in systems.items():
         first = turns[0] if isinstance(turns[0], dict) else {}
         if first.get("role", first.get("from")) != "system":
@@ -147,7 +147,7 @@ def _without_turns(row: Mapping[str, Any]) -> str:
     elif {"prompt", "completion"} <= keys:
         advice = (
             'it is a prompt and its completion: join both as turns under "messages", '
-            'earlier answers "train": false'
+            'and mark earlier answers with "train": false'
         )
     elif isinstance(row.get("prompt"), list):
         advice = 'its prompt is a list of turns: write them and the answer under "messages"'
@@ -165,7 +165,7 @@ def _without_turns(row: Mapping[str, Any]) -> str:
 def _is_unread_key(
     row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: Sequence[Any]
 ) -> bool:
-    """Return whether to report a key of a row as unread. Raises DataError (`is_unread`)."""
+    """Return whether to report a key of a row as unread. Raises DataError like `is_unread`."""
     refuse_pictures("it", key, value)
     if key in _ROW and (key not in ("tools", "functions") or "tools" in reads.variables):
         return False
@@ -181,9 +181,9 @@ def _is_unread_key(
 
 
 def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], list[str]]:
-    """Return the template's variables other than the turns, and names that it does not read.
+    """Return the template's variables besides the turns, and names that the template ignores.
 
-    The variables are those that transformers and TRL pass. Raises DataError: a variable has the
+    The variables are those that transformers and TRL pass. Raises DataError if a variable has the
     wrong type, is given twice, or must not be lost but the template does not read it.
     """
     kwargs = _template_kwargs(row)
@@ -198,7 +198,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     for name, value in kwargs.items():
         if name in _NOT_VARIABLES:
             raise DataError(
-                f"it has chat_template_kwargs with {name}, which is not a template variable; "
+                f"it has chat_template_kwargs with {name}, but that is not a template variable; "
                 f"remove {name}"
             )
         if name in variables and variables[name] != value:
@@ -206,7 +206,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
                 f"it has {name} and a different {name} in chat_template_kwargs; remove one of them"
             )
         if name not in reads.variables and not says_nothing(value):
-            is_unread("its chat_template_kwargs", name, value)  # it refuses tools and documents
+            is_unread("its chat_template_kwargs", name, value)  # raises for tools and documents
             unnamed.append(f"chat_template_kwargs {name}")
         variables[name] = tools_of({"tools": value}) if name == "tools" else value
 
@@ -219,21 +219,22 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
 
 
 def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's chat_template_kwargs, an object or its JSON. Raises DataError."""
+    """Return a row's chat_template_kwargs. Raises DataError if they are no object or its JSON."""
     kwargs = row.get("chat_template_kwargs")
     if isinstance(kwargs, str) and kwargs.strip():
         kwargs = parsed("it has chat_template_kwargs", kwargs)
     if not says_nothing(kwargs) and not isinstance(kwargs, dict):
         raise DataError(
-            f"it has chat_template_kwargs {kwargs!r:.40}; they must be an object of variables"
+            f"it has chat_template_kwargs {kwargs!r:.40}; they must be a JSON object of "
+            "template variables and their values"
         )
     return kwargs or {}
 
 
 def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
-    """Return which turns are learned, from the marks of the row and of the turns.
+    """Return which turns are learned, according to the loss flags of the row and of the turns.
 
-    Raises DataError: marks contradict each other, or no turn is learned.
+    Raises DataError if flags contradict each other, or if no turn is learned.
     """
     learned = []
     has_answer = False
@@ -248,17 +249,19 @@ def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
             )
         if read.learned and row_mark is False:
             raise DataError(
-                f"turn {number} is marked as learned but its row as not learned; remove one mark"
+                f"turn {number} is marked as learned, but its row as not learned; remove one of "
+                "the marks"
             )
         mark = row_mark if read.learned is None else read.learned
         learned.append(is_answer and mark is not False)
     if not has_answer:
         raise DataError(
-            "no turn is the assistant's, so that nothing carries loss; leave the conversation out"
+            "no turn is the assistant's, so nothing carries loss; leave the conversation out"
         )
     if not any(learned):
         raise DataError(
-            "every turn of the assistant is marked as not learned, so that nothing carries loss"
+            "every turn of the assistant is marked as not learned, so nothing carries loss; leave "
+            "the conversation out, or remove a mark"
         )
     return learned
 

@@ -20,7 +20,7 @@ Spans = list[tuple[int, int]]
 
 
 def spans_between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
-    """Remove the begin and end marks from a text; return it and the spans between the marks.
+    """Remove begin and end marks from a text; return the rest and the spans between the marks.
 
     The spans are None if begin and end marks do not alternate.
     """
@@ -29,7 +29,7 @@ def spans_between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
     unmarked = "".join(pieces[::2])
     if pieces[1::2] != [begin, end] * (len(pieces) // 4):
         return unmarked, None
-    lengths_before = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
+    lengths_before = list(accumulate(map(len, pieces[::2])))  # characters before each mark
     return unmarked, list(zip(lengths_before[::2], lengths_before[1::2], strict=False))
 
 
@@ -92,7 +92,7 @@ def turn_ends(
     spans: Spans,
     text: str,
 ) -> list[int]:
-    """Return the added tokens at the ends of the spans, ignoring trailing white space."""
+    """Return the ids of the added tokens that end the spans, ignoring trailing white space."""
     ends = []
     for begin, end in spans:
         token = int(np.searchsorted(offsets[:, 0], end)) - 1

@@ -14,14 +14,14 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 Render = Callable[..., str]
-"""Maps turns and ``prompt`` to the text of a conversation."""
+"""Maps turns, and whether the generation prompt follows (``prompt``), to their text."""
 Search = Callable[[str], str | None]
 """Maps a text to the control token that it contains, if any."""
 _USER = "Is it so?"
 _ANSWER = "So it is."
 # All tokens around these two texts in a rendered conversation come from the template.
 _LIKE_A_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<(?:eos|end)[\w-]*>")
-"""Text in a template that can only be meant as a token."""
+"""Pattern of text that a template can only mean as a token."""
 
 
 def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
@@ -29,7 +29,7 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
 
     Args:
         spelled_in: the search function that ``control_tokens`` returned.
-        conversation: its turns and variables.
+        conversation: the turns and variables to search.
     """
     texts: dict[tuple[str, str], list[str]] = {}
     for where, field, text in conversation.texts():
@@ -37,7 +37,7 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
 
     for (where, field), parts in texts.items():
         if len(parts) > 1:
-            parts = [*parts, "".join(parts)]  # as a template joins the parts of a content
+            parts = [*parts, "".join(parts)]  # a template may join the parts of a content
         for text in parts:
             spelled = spelled_in(text)
             if spelled is not None:
@@ -48,13 +48,14 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
 
 
 def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
-    """Return a search for control tokens of the tokenizer, and those a template puts around turns.
+    """Return a function that finds control tokens of a tokenizer or its template in a text.
 
-    The template's are all added tokens of a user's turn, the first one before an answer and the
-    first one after it. Other tokens of an answer, such as <think>, are words that a text may have.
+    The template's control tokens are all added tokens that it writes in a user's turn, and the
+    first added tokens that it writes before and after an answer. Other added tokens of an answer,
+    such as <think>, are words that a text may contain.
 
     Args:
-        render: the template's.
+        render: renders turns with the template.
         tokenizer: the tokens to search for are its added tokens.
 
     Raises:
@@ -74,10 +75,10 @@ def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
     written = _LIKE_A_TOKEN.match(end.lstrip())
     if written is not None and added.match(written[0]) is None:
         raise DataError(
-            f"the chat template ends a turn with {written[0]!r}, which is no token of "
-            f"{tokenizer.path}: it would be learned as ordinary text, at which nothing stops; name "
-            "it in added_tokens_decoder of a tokenizer_config.json beside it, or give another "
-            "template"
+            f"the chat template ends a turn with {written[0]!r}, which is not a token of "
+            f"{tokenizer.path}, so it would be learned as ordinary text and not stop generation; "
+            "name it in added_tokens_decoder of a tokenizer_config.json beside the tokenizer, or "
+            "give another template"
         )
     texts = set(added.findall(question))
     texts |= set(added.findall(prompt.removeprefix(question))[:1])

@@ -54,15 +54,15 @@ class Spoken:
     turn: int | None
     """Number of the turn that has the text, from 0; None for a tool."""
     kind: str
-    """content, thought, tool_calls or tools."""
+    """Kind of text: "content", "thought", "tool_calls" or "tools"."""
     text: str | None
-    """The text itself, if the template must write it unchanged."""
+    """The text itself if the template must write it unchanged; None if it may change it."""
     in_json: bool = False
     """True for arguments given as a JSON string, which a template may quote a second time."""
 
 
 class StandIns:
-    """A copy of a conversation with numbers in place of its texts."""
+    """Copy of a conversation with numbers in place of its texts, to render with a template."""
 
     def __init__(self, conversation: Conversation, begin: str, end: str) -> None:
         """Replace the texts by numbers between the marks ``begin`` and ``end``."""
@@ -86,11 +86,11 @@ class StandIns:
     def unread(self) -> list[str]:
         """Return notes on keys of turns that the template did not read, each once.
 
-        Raises DataError (`is_unread`).
+        Raises DataError if such a key must not be lost (`is_unread`).
         """
         notes: dict[str, None] = {}
         for number, turn in enumerate(self.turns, start=1):
-            for key, value in dict.items(turn):  # not turn.items(), which marks all as read
+            for key, value in dict.items(turn):  # turn.items() would mark all keys as read
                 if key in ("role", "content", "tool_calls", *THOUGHTS) or key in turn.read:
                     continue
                 if is_unread(f"turn {number}", key, value):
@@ -110,7 +110,7 @@ class StandIns:
             if thought.strip():
                 stand_in = self._number(Spoken(number, "thought", thought))
                 changed.update({name: stand_in for name in THOUGHTS if name in turn})
-            break  # its other names hold the same thought
+            break  # the other keys hold the same thought
 
         content = turn.get("content")
         if isinstance(content, list):
@@ -216,12 +216,12 @@ def check_written(
         if number not in positions:
             if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < last_question:
                 notes[
-                    "a turn's thought, which the template writes after the last question alone"
+                    "a turn's thought, which the template writes only after the last question"
                 ] = None
                 continue
-            raise DataError(f"the chat template {name} drops {subject}; use one that keeps it")
+            raise DataError(f"the chat template {name} drops {subject}; use one that writes it")
         if spoken.text is not None and not rendered.holds(spoken.text):
-            raise DataError(f"the chat template {name} changes {subject}; use one that keeps it")
+            raise DataError(f"the chat template {name} changes {subject}; use one that does not")
         first = positions[number][0]
         if spoken.in_json and numbered_text[max(0, first - 2) : first] == '\\"':
             notes[

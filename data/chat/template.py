@@ -52,9 +52,9 @@ class Encoded:
     learned: np.ndarray
     """Loss mask: True for learned tokens, bool [T]."""
     ends: Sequence[int] = ()
-    """The added tokens that end learned turns, one for each turn that ends with one."""
+    """Ids of the added tokens that end learned turns; a turn without such an end adds none."""
     notes: Sequence[str] = ()
-    """Notes on content that nothing reads, or that the template leaves out by its own rule."""
+    """Notes for the user on content that nothing reads, or that the template leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def reads(self) -> Reads:
-        """The names that the template uses."""
+        """The names that the template uses, for conversations with tools too."""
         reads = names_in(self.name, self.source)
         return reads if self.tool_use is None else reads | names_in(self.name, self.tool_use)
 
@@ -117,7 +117,8 @@ class ChatTemplate:
             MARKS.reset(previous)
         if len(text) > MAX_CHARACTERS:
             raise UnboundedError(
-                f"{name} writes {len(text):,} characters, more than the {MAX_CHARACTERS:,} allowed"
+                f"{name} writes {len(text):,} characters, more than the {MAX_CHARACTERS:,} "
+                "allowed; shorten the conversation or repair the template"
             )
         return text
 
@@ -126,7 +127,7 @@ class ChatTemplate:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a conversation's token ids, int64 [T], and its loss mask, bool [T].
 
-        Raises DataError (`encode`).
+        Raises DataError under the same conditions as `encode`.
         """
         conversation = turns if isinstance(turns, Conversation) else conversation_of_turns(turns)
         encoded = self.encode(tokenizer, conversation)
@@ -139,8 +140,8 @@ class ChatTemplate:
     def encode(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> Encoded:
         """Return the tokens of a conversation with its loss mask.
 
-        Raises DataError: the template fails, drops or changes a turn, or does not separate the
-        assistant's words exactly; or a text contains a control token.
+        Raises DataError if the template fails, drops or changes a turn, or does not separate the
+        assistant's words exactly, or if a text contains a control token.
         """
         self.refuse_spelled(tokenizer, conversation)
         text = self.render(conversation.turns, variables=conversation.variables)
@@ -151,15 +152,14 @@ class ChatTemplate:
             calls += turn.get("tool_calls", ())
         if holds_null([*calls, conversation.variables.get("tools") or []]):
             notes.append(
-                "nulls in tools or tool_calls, as files of columns write for keys that one lacks "
-                "and another has"
+                "nulls in tools or tool_calls, which columnar files write for missing keys"
             )
         if tokenizer.dropped(text, special=True):
-            notes.append("characters that the tokenizer has no token for, nor an unknown token")
+            notes.append("characters for which the tokenizer has no token, nor an unknown token")
 
         ids, spans = tokenizer.tokenize_special(text)
         offsets = np.array(spans, dtype=np.int64).reshape(-1, 2)
-        crossing = None  # the first token across the edge of a turn
+        crossing = None  # character range of the first token that crosses the edge of a turn
         for turns in self._candidates(conversation, text, marks, owners):
             turn_spans = [span for turn in turns for span in turn]
             learned, is_cut = tokens_of(offsets, turn_spans, len(text))
@@ -169,11 +169,11 @@ class ChatTemplate:
                 unread = [f"{key}, which nothing reads" for key in conversation.unread]
                 return Encoded(np.array(ids, dtype=np.int64), learned, ends, (*unread, *notes))
             crossing = crossing or spans[int(np.argmax(is_cut))]
-        assert crossing is not None  # or the candidates would have raised
+        assert crossing is not None  # without any candidate, _candidates would have raised
         raise DataError(
             f"the token of {text[slice(*crossing)]!r} lies across the edge of an assistant's turn, "
-            "so that it would be learned in part; set turns apart in the template, as by a special "
-            "token"
+            "so only a part of it would be learned; separate the turns in the template, for "
+            "example by a special token"
         )
 
     def _source(self, tools: Any) -> str:
@@ -185,7 +185,7 @@ class ChatTemplate:
         """Return the turn of each span between generation marks, and notes for the user.
 
         A span without any turn's content has owner None. The list is None if there are no marks,
-        or if they do not surround exactly the assistant's words. Raises DataError: a turn is
+        or if they do not surround exactly the assistant's words. Raises DataError if a turn is
         dropped or changed.
         """
         stand_ins = StandIns(conversation, marks[2], marks[3])
@@ -204,7 +204,7 @@ class ChatTemplate:
         notes = check_written(self.name, stand_ins, positions, numbered_text, text)
         if dates:
             notes.append(
-                f"a date of the template's own, since it is not given the day of today ({TODAY})"
+                f"a date that the template writes itself, since today's is not given ({TODAY})"
             )
         if not spans:
             return None, notes
@@ -242,7 +242,7 @@ class ChatTemplate:
     ) -> Iterator[list[Spans]]:
         """Yield the spans of each learned turn: first from generation marks, then from prefixes.
 
-        A method that does not work is skipped. Raises DataError: neither works.
+        A method that does not work is skipped. Raises DataError if neither works.
         """
         variables = conversation.variables
         by_marks = None
@@ -251,7 +251,7 @@ class ChatTemplate:
                 conversation.turns, marks=(marks[0], marks[1]), variables=variables
             )
             unmarked, spans = spans_between(marked, marks)
-            if unmarked == text and spans:  # without the marks the text is the same
+            if unmarked == text and spans:  # asking for marks has not changed the text
                 by_marks = spans_of_turns(spans, owners, conversation)
         if by_marks is not None:
             yield by_marks
@@ -263,18 +263,18 @@ class ChatTemplate:
         elif by_marks is None:
             raise DataError(
                 f"the chat template {self.name} does not say exactly which tokens are the "
-                "assistant's: neither by generation marks around its turns alone, nor by turns "
-                f"that only add text (it writes the text through turn {by_prefixes + 1} in another "
-                "way once others follow); put {% generation %} and {% endgeneration %} around "
-                "them, take a template that is made for training, as TRL's, or mark turns that are "
-                'not to be learned with "train": false'
+                "assistant's: no generation marks enclose exactly these tokens, and its turns do "
+                f"not only add text (the text through turn {by_prefixes + 1} changes once more "
+                "turns follow); put {% generation %} and {% endgeneration %} around the words of "
+                "the assistant, use a template made for training, such as TRL's, or mark turns not "
+                'to be learned with "train": false'
             )
 
 
 def _unused_characters(text: str) -> list[str]:
     """Return four Unicode noncharacters that a text does not contain, to use as marks.
 
-    Raises DataError.
+    Raises DataError if fewer than four are left.
     """
     unused = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text]
     if len(unused) < 4:
@@ -288,10 +288,10 @@ def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> 
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
-    """Load a chat template: one of NAMED, a file, or by default the tokenizer's.
+    """Load a chat template: one of NAMED, a file, or by default the tokenizer's template.
 
     The tokenizer's is in chat_template.jinja or tokenizer_config.json in its folder. Raises
-    DataError: there is no template, it is invalid, or the tokenizer lacks its special tokens.
+    DataError if there is no template, it is invalid, or the tokenizer lacks its special tokens.
     """
     if Path(tokenizer).suffix != ".json":
         raise DataError(
@@ -325,7 +325,7 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
 
 
 def _named_source(tokenizer: str, name: str) -> str:
-    """Return a template of NAMED. Raises DataError: the tokenizer lacks its special tokens."""
+    """Return the source of a NAMED template. Raises DataError if its special tokens are missing."""
     loaded = load_tokenizer(tokenizer)
     assert isinstance(loaded, HuggingFaceTokenizer)
     template = NAMED[name]
@@ -333,7 +333,7 @@ def _named_source(tokenizer: str, name: str) -> str:
     if missing:
         raise DataError(
             f"{tokenizer} lacks {', '.join(missing)}, special tokens of the chat template {name}; "
-            "give another, or leave out --tokenizer-model to train a tokenizer that has them"
+            "give another template, or leave out --tokenizer-model to train a tokenizer with them"
         )
     return template.source
 

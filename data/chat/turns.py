@@ -38,16 +38,16 @@ _ALL_MARKS = (*MARKS, MASKED)
 
 @dataclass(frozen=True, kw_only=True)
 class ReadTurn:
-    """A turn as templates take it, with its mark of loss and the keys that nothing reads."""
+    """A turn as templates take it, with its loss flag and the keys that nothing reads."""
 
     turn: Turn
     learned: bool | None
-    """The turn's own mark of loss; None without one."""
+    """The turn's own loss flag: True to train on the turn, False not to, None without a flag."""
     unread: list[str]
 
 
 def read_turn(where: str, turn: Any, reads: Reads) -> ReadTurn:
-    """Convert one turn.
+    """Convert a turn to the form that templates take; read its loss flag, and list unread keys.
 
     Args:
         where: the start of error messages, such as "turn 3".
@@ -66,7 +66,7 @@ def read_turn(where: str, turn: Any, reads: Reads) -> ReadTurn:
     calls = calls_of(where, turn)
     if name in CALL_ROLES:
         if calls:
-            raise DataError(f"{where} has the role {name} and tool_calls; write its calls once")
+            raise DataError(f"{where} has the role {name} and tool_calls; leave out tool_calls")
         calls = spoken_calls(where, content)
         content = None
     content = _content(where, content, reads)
@@ -111,12 +111,12 @@ def _either(where: str, turn: Mapping[str, Any], name: str, other: str) -> Any:
     """Return the value of one of two synonymous keys. Raises DataError if they differ."""
     values = [turn[key] for key in (name, other) if turn.get(key) is not None]
     if len(values) == 2 and values[0] != values[1]:
-        raise DataError(f"{where} has {name} and {other}, which differ; leave one out")
+        raise DataError(f"{where} has {name} and {other}, which differ; leave out one of them")
     return values[0] if values else None
 
 
 def _role(where: str, role: Any, reads: Reads) -> str:
-    """Return the role by the name that the template knows. Raises DataError."""
+    """Return a turn's role as the template calls it. Raises DataError for an unknown role."""
     if not isinstance(role, str) or (role not in ROLES and role not in reads.texts):
         raise DataError(f"{where} has the role {role!r:.40}; it must be one of {', '.join(ROLES)}")
     name = ROLES.get(role, role)
@@ -128,7 +128,7 @@ def _role(where: str, role: Any, reads: Reads) -> str:
 def _content(where: str, content: Any, reads: Reads) -> Any:
     """Return the content as a string, or as a list of parts if the template supports parts.
 
-    Raises DataError: a part that is not text.
+    Raises DataError if a part is not text.
     """
     if isinstance(content, list):
         texts = [_text_of_part(where, part) for part in content]
@@ -143,7 +143,7 @@ def _content(where: str, content: Any, reads: Reads) -> Any:
 def _text_of_part(where: str, part: Any) -> str:
     """Return the text of one part of a content.
 
-    Raises DataError: the part is not text, or has another key that must not be lost.
+    Raises DataError if the part is not text, or has another key that must not be lost.
     """
     kind = None
     text = part
@@ -158,7 +158,7 @@ def _text_of_part(where: str, part: Any) -> str:
     for key, value in part.items():
         if key in _PART or says_nothing(value):
             continue
-        # A mark that says learned changes nothing: parts are learned with their turn.
+        # A flag that says "learned" changes nothing: parts are learned with their turn.
         if key in _ALL_MARKS and mark_of(where, {key: value}) is not False:
             continue
         if key in _ALL_MARKS or is_unread(where, key, value):
@@ -172,7 +172,7 @@ def _text_of_part(where: str, part: Any) -> str:
 def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
     """Return a turn's thought under each key that templates read, as transformers does.
 
-    Raises DataError.
+    Raises DataError if the thought is not text, or if the template does not read it.
     """
     thoughts = {name: turn[name] for name in THOUGHTS if not says_nothing(turn.get(name))}
     for name, thought in thoughts.items():
@@ -191,7 +191,7 @@ def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
 
 
 def texts_in(value: Any, field_name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the field and text of every string in a value, including inner keys."""
+    """Yield (field, text) for every string in a value, including the keys of inner objects."""
     if isinstance(value, str):
         yield field_name, value
     elif isinstance(value, Mapping):

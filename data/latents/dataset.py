@@ -1,6 +1,7 @@
 """Training samples of diffusion models, from folders of latents or digits, and their autoencoder.
 
-As for text, sample n is a function of n alone: a run resumes by its number of consumed samples.
+As for text, sample n is a function of n alone, so a run resumes from its number of consumed
+samples.
 """
 
 import math
@@ -22,22 +23,22 @@ DIGITS = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class LatentDataConfig:
-    """Options of the latents to train on."""
+    """Settings of the latents to train on."""
 
     data_path: tuple[str, ...] = (DIGITS,)
-    """Folders of latents that tools/prepare_latents.py wrote, taken together; or digits,
-    scikit-learn's 1,797 images of handwritten digits, 8 x 8 in one channel, which need no
-    download."""
+    """Folders of latents that tools/prepare_latents.py wrote; their samples are combined. The name
+    digits stands for scikit-learn's 1,797 images of handwritten digits, 8 x 8 in one channel, which
+    need no download."""
     split: str = "90,10"
-    """Shares of the samples for training and validation. Which samples are in which depends on the
-    number of samples alone.
+    """Shares of the samples for training and validation. The division depends only on the number
+    of samples.
     """
     num_workers: int = 0
     """Number of processes that read batches ahead; 0 reads in the training process."""
     pack_samples: bool = False
     """Pack the samples of a micro-batch into one sequence; each sample attends only to itself.
-    Ring, allgather and exchange then give each process whole samples as far as possible, and only
-    the samples that are cut are sent."""
+    The context-parallel methods ring, allgather and exchange then give each process whole samples
+    as far as possible, and communicate only for the samples that are cut."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)
@@ -52,8 +53,8 @@ def digits() -> Latents:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv "
-            "EXTRAS=digits)"
+            "data_path is digits, but scikit-learn cannot be imported; install it: pip install "
+            "scikit-learn (make venv EXTRAS=digits)"
         ) from error
     content = load_digits()
     images = (content.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
@@ -64,13 +65,13 @@ def digits() -> Latents:
 
 
 class LatentSamples:
-    """Endless epochs: sample n is number n mod len of epoch n // len.
+    """A dataset of endless epochs: sample n is sample n mod len of epoch n // len.
 
-    Each epoch has every row once, in another order.
+    Each epoch has every row once, in a different order.
 
     Args:
         latents: the samples of all datasets.
-        rows: rows of this dataset among those of `latents`, int64 [samples].
+        rows: indices in `latents` of this dataset's samples, int64 [samples].
         seed: seed of the order.
     """
 
@@ -82,16 +83,16 @@ class LatentSamples:
         self._order = rows
 
     def __len__(self) -> int:
-        """Return the samples of one epoch."""
+        """Return the number of samples of one epoch."""
         return len(self._rows)
 
     def row(self, index: int) -> int:
-        """Return the row of sample `index`."""
+        """Return the row of `latents` that is sample `index`."""
         epoch, within_epoch = divmod(index, len(self._rows))
         if epoch != self._epoch:
-            # RandomState's stream is frozen: every numpy gives the same order. The seed is a hash
-            # of both, as 32 bits: with their sum, epoch 1 of a seed would equal epoch 0 of the
-            # next.
+            # RandomState's stream is frozen: every numpy gives the same order. It is seeded with a
+            # hash of seed and epoch, as 32 bits: with their sum, epoch 1 of a seed would have the
+            # order of epoch 0 of the next seed.
             hashed = bytes.fromhex(sha256(f"{self._seed}, epoch {epoch}")[:8])
             random = np.random.RandomState(int.from_bytes(hashed, "little"))
             self._order = self._rows[random.permutation(len(self._rows))]
@@ -125,8 +126,8 @@ def build_latent_datasets(
     Validation is None if its share is 0. Sample n is a pure function of (data, split, seed, n).
 
     Collective over all ranks if a process group is initialised: a failure on one rank raises on
-    all. Raises DataError: latents of another shape than the model's, labels outside [0,
-    num_classes), an empty or broken folder (`LatentFolder`), or an empty split; names file and row.
+    all. Raises DataError if latents have another shape than the model's, a label is outside [0,
+    num_classes), a folder is empty or broken (`LatentFolder`), or no sample is left to train on.
     """
     from runtime.together import raise_together
 
@@ -147,8 +148,8 @@ def build_latent_datasets(
         num_train = min(math.floor(train_share * len(latents)), len(latents) - num_valid)
         if num_train < 1:
             raise DataError(
-                f'split is "{config.split}" and leaves nothing to train on of {len(latents)} '
-                "samples; make its first share larger"
+                f'split is "{config.split}", but it leaves none of the {len(latents)} samples to '
+                "train on; make its first share larger"
             )
     train = LatentSamples(latents, rows[num_valid : num_valid + num_train], seed)
     valid = LatentSamples(latents, rows[:num_valid], seed) if num_valid else None
@@ -161,29 +162,29 @@ def _check_shape(path: str, shape: tuple[int, ...], latent_shape: tuple[int, ...
         return
     actual = " ".join(map(str, shape))
     expected = " ".join(map(str, latent_shape))
-    subject = f"{path} holds"
+    subject = f"{path} has"
     fix = f"set latent_shape to {actual}"
     if path == DIGITS:
-        subject = f"data_path is {DIGITS}, the default; {DIGITS} holds"
-        fix = f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or {fix}"
-    raise DataError(f"{subject} latents of {actual}, and latent_shape is {expected}; {fix}")
+        subject = f"data_path is {DIGITS} (the default) with"
+        fix = f"give --data-path a folder that tools/prepare_latents.py wrote, or {fix}"
+    raise DataError(f"{subject} latents of {actual}, but latent_shape is {expected}; {fix}")
 
 
 class Vae:
     """diffusers' AutoencoderKL, frozen; it scales latents to a variance of about 1."""
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
-        """Load a folder with config.json and safetensors. Raises DataError if it cannot."""
+        """Load a folder with config.json and safetensors. Raises DataError if that fails."""
         try:
             from diffusers import AutoencoderKL
         except ImportError as error:
             raise DataError(
-                "vae is given, which takes diffusers: pip install diffusers (make venv "
-                "EXTRAS=images)"
+                "vae is given, but diffusers cannot be imported; install it: pip install diffusers "
+                "(make venv EXTRAS=images)"
             ) from error
         if not (Path(folder) / "config.json").is_file():
             raise DataError(
-                f"vae is {folder}, which holds no config.json; name the folder of an AutoencoderKL"
+                f"vae is {folder}, but it has no config.json; give the folder of an AutoencoderKL"
             )
         try:
             # low_cpu_mem_usage needs another package, and warns without it.
@@ -192,7 +193,8 @@ class Vae:
             )
         except (OSError, ValueError) as error:
             raise DataError(
-                f"vae {folder} cannot be loaded ({str(error).splitlines()[0]})"
+                f"vae {folder} cannot be loaded ({str(error).splitlines()[0]}); give the folder of "
+                "an AutoencoderKL in safetensors"
             ) from error
         self._model: Any = model.to(device).eval().requires_grad_(False)
         self._folder = folder
@@ -210,18 +212,18 @@ class Vae:
         return ((distribution.mode() - self._shift) * self._scale).float().cpu().numpy()
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise DataError if it cannot decode latents of this shape, [C, (F,) h, w]."""
+        """Raise DataError if the autoencoder cannot decode this shape, [C, (F,) h, w]."""
         latent_shape = " ".join(map(str, shape))
         channels = self._model.config.latent_channels
         if len(shape) != 3:
             raise DataError(
-                f"vae is {self._folder}, which decodes images, and latent_shape {latent_shape} has "
-                "frames; leave out --vae"
+                f"vae {self._folder} decodes images, but latent_shape {latent_shape} has frames; "
+                "leave out --vae"
             )
         if shape[0] != channels:
             raise DataError(
-                f"vae is {self._folder}, which decodes {channels} channels, and latent_shape "
-                f"{latent_shape} has {shape[0]}; name the one that made the run's latents, "
+                f"vae {self._folder} decodes {channels} channels, but latent_shape "
+                f"{latent_shape} has {shape[0]}; give the vae that made the run's latents, "
                 "or leave out --vae"
             )
 
@@ -229,7 +231,7 @@ class Vae:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode latents [N, C, h, w] to images, float32 [N, 3, H, W] on the CPU.
 
-        Their values are from about -1 to 1. Raises DataError for images with a NaN or an infinity.
+        Image values are from about -1 to 1. Raises DataError for images with a NaN or an infinity.
         """
         decoded = []
         for sample in latents:
@@ -240,7 +242,7 @@ class Vae:
         if num_broken:
             raise DataError(
                 f"vae {self._folder} decodes {num_broken} of {len(images)} samples to values that "
-                "are not finite; it is damaged, or made for latents of another kind: name the one "
+                "are not finite; the vae is damaged, or was made for other latents: give the vae "
                 "that made the run's latents"
             )
         return images

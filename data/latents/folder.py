@@ -28,7 +28,7 @@ INDEX = "index.json"
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 _SAFETENSORS = {"F32": "float32", "F16": "float16"}
 _BLOCK = 1 << 22
-"""Values that are checked at once."""
+"""Number of values that `check_finite` reads at once, which bounds its memory."""
 _WRITE = "write the folder again (tools/prepare_latents.py)"
 
 
@@ -38,15 +38,15 @@ class Shard:
 
     path: Path
     labels: np.ndarray
-    """int64 [samples]."""
+    """Class of each sample, int64 [samples]."""
     labels_path: Path
-    """`path` itself if one file holds both."""
+    """File of the labels; `path` itself if one file holds both."""
     read: Callable[[slice], np.ndarray]
-    """Read rows of the latents, [rows, *shape]."""
+    """Returns a slice of the file's latents, [rows, *shape]."""
 
 
 class Latents:
-    """The samples of shards, one after the other, all of one shape."""
+    """Latents and labels of several shards, as one sequence of samples of the same shape."""
 
     def __init__(self, shards: Sequence[Shard], shape: tuple[int, ...]) -> None:
         self.shards = shards
@@ -92,7 +92,7 @@ class Latents:
         row = int(np.argmax(bad))
         shard, row_in_shard = self.locate(row)
         raise DataError(
-            f"{shard.labels_path}: row {row_in_shard} has label {self.labels[row]}, and {problem}; "
+            f"{shard.labels_path}: row {row_in_shard} has label {self.labels[row]}, but {problem}; "
             f"{remedy}"
         )
 
@@ -103,8 +103,8 @@ class LatentFolder(Latents):
     def __init__(self, folder: str | Path) -> None:
         """Open the folder and check everything but the values (`check_finite`).
 
-        Raises DataError: a missing or broken index, a shard that is missing, broken or not as in
-        the index, or labels that are not integers; names the file.
+        Raises DataError, naming the file, if the index is missing or broken, a shard is missing,
+        broken or different from its entry in the index, or labels are not integers.
         """
         self.folder = Path(folder)
         index = _index(self.folder)
@@ -124,7 +124,7 @@ class LatentFolder(Latents):
                 shard = self.shards[number - 1]
                 size = int(end - begin)
                 for first in range(0, size, rows_at_once):
-                    last = min(first + rows_at_once, size)  # safetensors reads none past the end
+                    last = min(first + rows_at_once, size)  # safetensors cannot slice past the end
                     if np.isfinite(shard.read(slice(first, last))).all():
                         continue
                     for row in range(first, last):
@@ -135,7 +135,7 @@ class LatentFolder(Latents):
 def latents_fingerprint(folder: str | Path) -> str:
     """Return the fingerprint of a folder's index and the files that it names.
 
-    Raises DataError (`LatentFolder`).
+    Raises DataError if the index is missing or broken, or if a file is missing.
     """
     folder = Path(folder)
     paths = []
@@ -150,27 +150,33 @@ def latents_fingerprint(folder: str | Path) -> str:
 
 
 def _missing(path: Path) -> DataError:
-    return DataError(f"{path} is missing, and {INDEX} names it; {_WRITE}")
+    return DataError(f"{path} is missing, but {INDEX} names it; {_WRITE}")
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """Return the checked content of a folder's index. Raises DataError."""
+    """Return the content of a folder's index. Raises DataError if it is missing or invalid."""
     path = folder / INDEX
     if not folder.is_dir():
         raise DataError(
-            f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py "
-            "wrote"
+            f"data_path is {folder}, which is not a folder; give a folder that "
+            "tools/prepare_latents.py wrote"
         )
     if not path.is_file():  # a named pipe would block
-        problem = f"holds no {INDEX}" if any(folder.iterdir()) else "is empty"
+        problem = f"has no {INDEX}" if any(folder.iterdir()) else "is empty"
         raise DataError(
-            f"{folder} {problem}; name a folder of latents that tools/prepare_latents.py wrote"
+            f"{folder} {problem}; give a folder of latents that tools/prepare_latents.py wrote"
         )
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error
 
+    if isinstance(index, dict) and index.get("format") == "clips":
+        raise DataError(
+            f"{path} is of clips with captions, and this reads images or clips with labels; "
+            "python -m tools.prepare_clips --check reads it, and docs/examples/finetune_clip.py "
+            "trains on it"
+        )
     if not isinstance(index, dict) or index.get("version") != 1:
         raise DataError(f"{path} is not an index of version 1; {_WRITE}")
     shape = index.get("shape")
@@ -183,13 +189,13 @@ def _index(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}"
         )
-    if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON lists are unhashable
+    if index.get("dtype") not in list(DTYPES):  # a dict lookup would fail for a JSON list
         raise DataError(
             f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}"
         )
     shards = index.get("shards")
     if not isinstance(shards, list) or not shards:
-        raise DataError(f"{path} names no shards, so the folder is empty; {_WRITE}")
+        raise DataError(f"{path} lists no shards, so the folder has no samples; {_WRITE}")
     for entry in shards:
         _check_entry(path, entry)
     return index
@@ -203,15 +209,16 @@ def _check_entry(path: Path, entry: Any) -> None:
     # Plain names only: an index must not point outside its folder.
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise DataError(
-            f"{path}: a shard is {entry}; it must name files of the folder as latents and labels"
+            f"{path}: a shard is {entry}; its latents and labels must be names of files in the "
+            "same folder"
         )
     samples = entry.get("samples")
     if type(samples) is not int or samples < 1:
-        raise DataError(f"{path}: {names[0]} has samples {samples}; it must be 1 or more; {_WRITE}")
+        raise DataError(f"{path}: samples of {names[0]} is {samples}; give 1 or more; {_WRITE}")
 
 
 def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Shard:
-    """Open a shard, and check it against its entry of the index. Raises DataError."""
+    """Open a shard. Raises DataError if it cannot be read or differs from its index entry."""
     path = folder / entry["latents"]
     samples = entry["samples"]
     labels_path = path
@@ -226,25 +233,26 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
         read = array.__getitem__
     else:
         raise DataError(
-            f"{folder / INDEX}: {path.name} is no .safetensors, nor a .npy with labels; {_WRITE}"
+            f"{folder / INDEX}: {path.name} is neither a .safetensors nor a .npy with labels; "
+            f"{_WRITE}"
         )
 
     expected_shape = (samples, *shape)
     if header != (dtype, expected_shape):
         raise DataError(
-            f"{path} holds {header[0]} {list(header[1])}, and its index says {dtype} "
+            f"{path} holds {header[0]} {list(header[1])}, but the index says {dtype} "
             f"{list(expected_shape)}; {_WRITE}"
         )
     if labels.dtype.kind not in "iu" or labels.shape != (samples,):
         raise DataError(
             f"{labels_path} holds labels {labels.dtype} {list(labels.shape)}; "
-            f"they must be integers [{samples}]; {_WRITE}"
+            f"they must be integers of shape [{samples}]; {_WRITE}"
         )
     too_large = labels > np.iinfo(np.int64).max  # uint64 would wrap around to other labels
     if too_large.any():
         row = int(np.argmax(too_large))
         raise DataError(
-            f"{labels_path}: row {row} has label {labels[row]}, which is no int64; "
+            f"{labels_path}: row {row} has label {labels[row]}, but labels must fit into int64; "
             "repair the labels"
         )
     labels = np.asarray(labels, dtype=np.int64)

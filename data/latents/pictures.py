@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DEEP = {"I;16", "I;16L", "I;16B", "I;16N"}
-"""Modes of one channel of 16 bits."""
+"""Pillow's modes with one channel of 16 bits."""
 _DEEP_FORMATS = {"PNG", "TIFF", "JPEG2000", "PPM"}
 """Formats in which white is the largest integer."""
 _SHALLOW = {"L;2": 85, "L;4": 17}
@@ -26,8 +26,8 @@ _PHOTOMETRIC_TAG = 262
 _WHITE_IS_ZERO = 0
 _ORIENTATION = 0x0112
 _NOTES = {
-    "transparent": "have transparent parts, which are laid on white",
-    "frames": "have several frames; the first is taken",
+    "transparent": "have transparent parts, which are blended with white",
+    "frames": "have several frames; only the first is used",
     "profile": "have a colour profile other than sRGB, which is not applied",
 }
 
@@ -43,17 +43,18 @@ class Pictures:
         """Return the middle square of a picture, resized: float32 [3, size, size] from -1 to 1.
 
         Args:
-            path: of the file; a name alone if there is `content`.
+            path: path of the file; with ``content``, a name for messages.
             content: bytes of the file, to read instead of the path.
             size: height and width of the result.
 
-        Raises DataError: a file that is no picture, or a kind whose black and white are not known.
+        Raises DataError if the file is not a picture, or if its values for black and white are not
+        known.
         """
         from PIL import Image, ImageOps
 
         try:
-            # A file, not its name: Pillow maps a named TIFF of one tile, and swaps the sides of a
-            # rotated one.
+            # Pass an open file, not its name: Pillow memory-maps a named TIFF of one tile, and
+            # swaps the sides of a rotated one.
             with (
                 open(path, "rb") if content is None else io.BytesIO(content) as file,
                 Image.open(file) as image,
@@ -73,7 +74,7 @@ class Pictures:
         side = min(upright.size)
         left = (upright.width - side) // 2
         top = (upright.height - side) // 2
-        # Not by resize's own box: its filter would reach pixels outside of the square.
+        # Crop first: with resize(box=...) the filter would use pixels outside the square.
         cropped = upright.crop((left, top, left + side, top + side))
         resized = cropped.resize((size, size), Image.Resampling.BICUBIC)
         pixels = np.asarray(resized, dtype=np.float32)
@@ -82,7 +83,7 @@ class Pictures:
         return pixels.transpose(2, 0, 1) / 127.5 - 1
 
     def notes(self) -> list[str]:
-        """Return a line per kind of change: the number of pictures and the first of them."""
+        """Return a line per kind of change, with the number of pictures and the first of them."""
         return [
             f"{count:,} pictures {_NOTES[kind]} (the first: {self._first[kind]})"
             for kind, count in sorted(self._counts.items())
@@ -117,9 +118,9 @@ def _scale_transparency(image: "Image") -> None:
 
 
 def _colours(image: "Image") -> "Image":
-    """Convert a picture to mode RGB, or to mode F from 0 to 255 if it is deep.
+    """Convert a picture to mode RGB or, if deeper than 8 bits, to mode F from 0 to 255.
 
-    Raises ValueError.
+    Raises ValueError under the same conditions as `_one_deep_channel`.
     """
     from PIL import Image
 
@@ -138,22 +139,23 @@ def _colours(image: "Image") -> "Image":
 def _one_deep_channel(image: "Image") -> np.ndarray:
     """Convert deep integers or floats to float32 [H, W] from 0 to 255.
 
-    Raises ValueError: it is not known which value is white.
+    Raises ValueError if it is not known which value is white.
     """
     values = np.asarray(image).astype(np.float64)
     if image.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
             raise ValueError(
-                f"its values are floats from {values.min():g} to {values.max():g}, and white is "
-                "not known for floats outside of 0 to 1; convert it to 8 or 16 bits"
+                f"its values are floats from {values.min():g} to {values.max():g}, but "
+                "the value of white is unknown for floats outside 0 to 1; convert it to 8 or 16 "
+                "bits"
             )
         shares = values
     elif image.format in _DEEP_FORMATS and not (image.format == "TIFF" and image.mode == "I"):
         shares = values / ((1 << _bits(image)) - 1)
     else:
         raise ValueError(
-            f"it holds integers of mode {image.mode}, whose white is not known; "
-            "convert it to 8 or 16 bits"
+            f"its pixels are integers of mode {image.mode}, and the value of white is unknown for "
+            "these; convert it to 8 or 16 bits"
         )
 
     tags = getattr(image, "tag_v2", {})
@@ -193,5 +195,5 @@ def _has_other_profile(image: "Image") -> bool:
     try:
         name = ImageCms.getProfileDescription(ImageCms.ImageCmsProfile(io.BytesIO(profile)))
     except (OSError, ImageCms.PyCMSError):
-        return True  # no program can apply it
+        return True  # a broken profile is not applied either
     return "sRGB" not in name

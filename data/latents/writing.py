@@ -24,11 +24,11 @@ def write_latents(
     samples_per_shard: int = 4096,
     kind: Literal["npy", "safetensors"] = "npy",
 ) -> int:
-    """Write batches of latents [n, *shape] and labels [n] as a folder; return the samples.
+    """Write batches of latents [n, *shape] and labels [n] as a folder; return the sample count.
 
     Shards are filled in order; they appear at the end, the index last, so a killed write leaves no
-    valid folder. If anything raises, `batches` included, nothing stays. Raises DataError: the
-    folder has an index, is being written or is not writable, there are no samples, or latents
+    valid folder. If anything raises, `batches` included, no file is left. Raises DataError if the
+    folder has an index, is being written or is not writable, if there are no samples, or if latents
     differ in shape or are not finite (also after the cast to `dtype`: float16 has a smaller range).
     """
     folder = Path(folder)
@@ -36,26 +36,26 @@ def write_latents(
     shape: tuple[int, ...] | None = None
     samples = 0
     with ExitStack() as stack:
-        with _writable(folder):
+        with writable(folder):
             stack.enter_context(owned(folder))
         if (folder / INDEX).exists():
-            raise DataError(f"{folder} holds latents already; name another folder, or remove it")
+            raise DataError(f"{folder} already holds latents; give another one, or remove this one")
         drafts_of = stack.enter_context(drafting())
         for latents, labels in _regrouped(batches, samples_per_shard):
             shape = shape or latents.shape[1:]
             if latents.shape[1:] != shape:
                 raise DataError(
-                    f"samples from {samples} on have the shape {latents.shape[1:]}, and those "
-                    f"before {shape}; write latents of one shape"
+                    f"samples from {samples} on have shape {latents.shape[1:]}, but earlier "
+                    f"samples have {shape}; write latents of one shape"
                 )
             latents = _cast(latents, dtype, first=samples)
-            with _writable(folder):
+            with writable(folder):
                 names = _write_shard(drafts_of, folder, len(shards), latents, labels, kind)
             shards.append({**names, "samples": len(latents)})
             samples += len(latents)
         if shape is None:
-            raise DataError(f"there are no samples to write to {folder}")
-        with _writable(folder):
+            raise DataError(f"there are no samples to write to {folder}; check the input")
+        with writable(folder):
             content = {"version": 1, "shape": list(shape), "dtype": dtype, "shards": shards}
             draft = drafts_of(folder / INDEX)[0]
             draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -64,9 +64,9 @@ def write_latents(
 
 
 def _cast(latents: np.ndarray, dtype: str, first: int) -> np.ndarray:
-    """Return latents of a dtype, in contiguous memory.
+    """Cast latents to a dtype, in contiguous memory.
 
-    Raises DataError for a NaN or an infinity; `first` is the number of their first sample.
+    Raises DataError for a NaN or an infinity; `first` is the first sample's number, for messages.
     """
     with np.errstate(over="ignore"):  # an overflow gives an infinity, reported below
         # Contiguous: safetensors writes an array's memory as is, whatever its strides.
@@ -75,7 +75,8 @@ def _cast(latents: np.ndarray, dtype: str, first: int) -> np.ndarray:
     if not finite.all():
         row = first + int(np.argmin(finite))
         raise DataError(
-            f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32"
+            f"sample {row} holds a NaN or an infinity in {dtype}; leave out the sample, or use "
+            "float32"
         )
     return latents
 
@@ -101,7 +102,8 @@ def _write_shard(
 
 
 @contextmanager
-def _writable(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> Iterator[None]:
+    """Turn the errors of writing into a DataError that names the folder."""
     from safetensors import SafetensorError
 
     try:
@@ -111,12 +113,12 @@ def _writable(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         message = reason(error, folder) if isinstance(error, OSError) else error
         raise DataError(
-            f"cannot write to {folder} ({message}); free space or name a folder to write to"
+            f"cannot write to {folder} ({message}); free space or give another folder"
         ) from error
 
 
 def _regrouped(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Yield the same samples in batches of `size`, the last one smaller."""
+    """Yield the same samples in batches of `size`; the last may be smaller."""
     pending: list[Batch] = []
     for batch in batches:
         pending.append(batch)

@@ -19,7 +19,7 @@ def recorded_begin(prefix: str) -> tuple[int, ...] | None:
 def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
     """Return a note if an older version prepared documents without the tokenizer's begin tokens.
 
-    Raises DataError: the documents of two prefixes begin with different tokens.
+    Raises DataError if the documents of two prefixes begin with different tokens.
     """
     records: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -35,21 +35,21 @@ def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
         other = recorded_begin(prefix) or ()
         if other != begin:
             raise DataError(
-                f"data_path names {first}, whose documents begin with {_named(begin, tokenizer)}, "
-                f"and {prefix}, whose begin with {_named(other, tokenizer)}; prepare one of them "
-                "again (--add-bos-token, --overwrite)"
+                f"documents of {first} in data_path begin with {_named(begin, tokenizer)}, but "
+                f"documents of {prefix} begin with {_named(other, tokenizer)}; prepare one of the "
+                "two again (--add-bos-token, --overwrite)"
             )
     if "begin" in records[first] or not tokenizer.before:
         return None
     return (
         f"note: documents of {first} were prepared by a version that did not begin them with "
-        f"{_named(tokenizer.before, tokenizer)}, as {tokenizer.path} does by itself; "
-        "python -m tools.prepare_data --overwrite writes them so"
+        f"{_named(tokenizer.before, tokenizer)}, as {tokenizer.path} does by itself; to change "
+        "that, prepare them again with python -m tools.prepare_data --overwrite"
     )
 
 
 def _prepared(prefix: str) -> dict[str, Any] | None:
-    """Return the recorded facts about documents of text, or None for conversations or no record."""
+    """Return a prefix's record if it holds text documents; None for conversations or no record."""
     prepared = prepared_record(prefix)
     return prepared if prepared.get("conversations", "unknown") is None else None
 

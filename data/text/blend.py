@@ -5,7 +5,7 @@ and a resumed run reads the samples from that number on: on another number of ra
 micro-batch size or other workers, it gets the samples that the first run would have read. So no
 dataset here may count its calls or advance a generator.
 
-Samples may mark where documents begin (data/text/documents.py). S tokens of a sample.
+Samples may mark where documents begin (data/text/documents.py). A sample has S tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ _PERIOD = 1 << 16
 class EpochedDataset:
     """A dataset of endless epochs: sample n is sample n mod len of epoch n // len.
 
-    Each epoch has every token once, in another order. Megatron builds one index over all epochs of
-    a run instead, so that its order depends on the run's length: a run that is prolonged would
-    then see other samples.
+    Each epoch has every token once, in a different order. Megatron builds one index over all
+    epochs of a run instead, so its order depends on the run's length: a run that is extended
+    would then see other samples.
     """
 
     first: Samples
@@ -45,7 +45,7 @@ class EpochedDataset:
     eod_mask_loss: bool = False
     """Mask the loss of labels that begin another document; samples must have `begins`."""
     tells_documents: bool = False
-    """Add `starts` to the samples, which marks the documents' first tokens; needs `begins`."""
+    """Add `starts`, a mask of the documents' first tokens, to the samples; needs `begins`."""
     check: Callable[[], None] = lambda: None
     """Called before each sample; raises DataError if the files have changed."""
     share: float = 1.0
@@ -64,8 +64,8 @@ class EpochedDataset:
         """Return sample `index` >= 0, or a filler without loss for None.
 
         It holds `tokens`, `labels`, `loss_mask` and, with `tells_documents`, `starts`, each [S].
-        Raises DataError: a token id outside the vocabulary, or a changed file; names the file and
-        the sample.
+        Raises DataError, naming the file, if a token id is outside the vocabulary, the file has
+        changed, or the cache of sample indices is damaged.
         """
         epoch = 0
         within_epoch = None
@@ -76,8 +76,8 @@ class EpochedDataset:
             sample = self._epoch(epoch)[within_epoch]
         except (IndexError, OverflowError) as error:
             raise DataError(
-                f"{self.name}: sample {index} is not in the file ({error}); its cache of sample "
-                "indices is damaged: remove it, and it is written anew"
+                f"{self.name}: sample {index} is not in the file ({error}); the cache of sample "
+                "indices is damaged: remove this cache, and the next run writes it again"
             ) from error
 
         tokens = sample["tokens"]
@@ -91,7 +91,7 @@ class EpochedDataset:
         if index is not None and (num_masked := int((loss_mask == 0).sum())):
             # GPTDataset masks labels equal to its pad id, -1, and hides them.
             raise DataError(
-                f"{self.name}: sample {index} holds token id -1 in {num_masked} places; "
+                f"{self.name}: sample {index} holds token id -1 at {num_masked} positions; "
                 "write the file again"
             )
         finished = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
@@ -153,7 +153,7 @@ class BlendedDataset:
         ranks = np.concatenate([np.arange(count) for count in self._counts])
         order = np.argsort((ranks + 0.5) / self._counts[owners], kind="stable")
         self._owners = owners[order]  # [_PERIOD]
-        self._ranks = ranks[order]  # [_PERIOD]: samples of the same owner before it
+        self._ranks = ranks[order]  # [_PERIOD]: number of earlier samples of its dataset
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the dataset of sample `index` and the sample's number in it."""
@@ -218,7 +218,7 @@ class MockSamples:
         ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
         """
         # The index comes first: trailing zero words do not change a seed, so index 0 would not
-        # count behind a seed of two words.
+        # count after a seed of two words.
         uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
         ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
         loss_mask = torch.full((self.seq_length,), float(index is not None))

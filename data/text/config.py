@@ -10,7 +10,7 @@ from runtime.errors import DataError, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text to train on."""
+    """Settings of the text to train on."""
 
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
@@ -27,9 +27,9 @@ class DataConfig:
     next to the data.
     """
     blend_by_length: tuple[str, ...] = ()
-    """TOKENS:SHARE ...: the share of each file's training tokens that is drawn from documents of
-    more than TOKENS tokens, up to the next TOKENS: 4096:0.2 32768:0.5 leaves 0.3 for documents of
-    up to 4096. By default the shares are those of the files."""
+    """Blend each file's training tokens by document length, TOKENS:SHARE ...: SHARE of them come
+    from documents of more than TOKENS tokens, up to the next TOKENS. 4096:0.2 32768:0.5 leaves 0.3
+    for documents of up to 4096. By default the shares are those of the files."""
     pack_documents: bool = False
     """Fill samples with whole documents by best fit; Megatron cuts samples from one stream. Only a
     document of more than seq_length tokens is cut, no label is another document's token, and the
@@ -60,11 +60,11 @@ class DataConfig:
         ),
         "data_path": ("mock_data",),
     }
-    """Fields of --config's file that a flag replaces."""
+    """Fields of --config's file that a flag replaces, keyed by the flag's field."""
     IMPLIES: ClassVar[dict[str, tuple[str, ...]]] = {
         "sft": ("reset_attention_mask", "reset_position_ids")
     }
-    """Fields that a true field sets, if they are not given."""
+    """Fields that a field sets when it is true, if they are not given; keyed by that field."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)
@@ -87,18 +87,18 @@ class DataConfig:
 
     @property
     def packing(self) -> str:
-        """Words that describe how documents are packed in a sequence; empty for one stream."""
+        """Words for messages on how documents are packed in a sequence; empty for one stream."""
         if self.reset_position_ids and self.reset_attention_mask:
             return f" of packed {'conversations' if self.sft else 'documents'}, each by itself"
         if self.reset_attention_mask:
-            return " of packed documents, each attending to itself alone"
+            return " of packed documents, each attending only to itself"
         if self.reset_position_ids:
             return " of packed documents, each with positions from 0"
         return " of packed documents" if self.pack_documents else ""
 
     @property
     def length_blend(self) -> str:
-        """Words that describe the shares of tokens by document length."""
+        """Words for messages on the shares of tokens by document length."""
         parts = length_shares(self.blend_by_length)
         texts = []
         for number, (_, share) in enumerate(parts, start=1):
@@ -112,7 +112,7 @@ class DataConfig:
 def split_shares(split: str) -> list[float]:
     """Parse a split such as "95,5,0" into three shares that sum to 1.
 
-    Missing shares are 0. Raises DataError.
+    Missing shares are 0. Raises DataError if the split has another form.
     """
     try:
         shares = [float(share) for share in split.split(",")]
@@ -134,8 +134,9 @@ def split_shares(split: str) -> list[float]:
 def length_shares(blend_by_length: Sequence[str]) -> list[tuple[int, float]]:
     """Parse ("4096:0.2", "32768:0.5") into [(0, 0.3), (4096, 0.2), (32768, 0.5)].
 
-    Nothing is [(0, 1.0)]. Raises DataError: a word of another form, thresholds that do not ascend
-    from 1, or shares that are not above 0 and in all below 1.
+    Each pair is a length that documents exceed, in tokens, and their share of the tokens; without
+    words it is [(0, 1.0)]. Raises DataError if a word has another form, thresholds do not ascend
+    from 1, or shares are not above 0 with a sum below 1.
     """
     shares: list[tuple[int, float]] = []
     try:
@@ -151,17 +152,18 @@ def length_shares(blend_by_length: Sequence[str]) -> list[tuple[int, float]]:
     if not (ascending and positive and rest > 1e-6):  # nan fails every comparison
         raise DataError(
             f"blend_by_length is {' '.join(blend_by_length)}; it must be TOKENS:SHARE ..., with "
-            "ascending numbers of tokens from 1 and shares above 0 whose sum is below 1, the rest "
-            "being of shorter documents: 4096:0.2 32768:0.5"
+            "ascending numbers of tokens from 1, and shares above 0 with a sum below 1 (the rest "
+            "is for shorter documents), such as 4096:0.2 32768:0.5"
         )
     return [(0, rest), *shares]
 
 
 def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Return a data_path's prefixes and weights; weights None means by size, as in Megatron.
+    """Return the prefixes of a data_path and their weights.
 
-    Raises DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix
-    ends in .bin or .idx.
+    Without weights (None), datasets are weighted by size, as in Megatron. Raises DataError if
+    weights and prefixes do not alternate, a weight is not above 0, or a prefix ends in .bin or
+    .idx.
     """
     if not data_path:
         raise DataError(
@@ -178,8 +180,8 @@ def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
         prefixes_are_numbers = any(_number(word) is not None for word in data_path[1::2])
         if len(data_path) % 2 or len(weights) != len(data_path) // 2 or prefixes_are_numbers:
             raise DataError(
-                f"data_path is {' '.join(data_path)}; a blend alternates weights above 0 and "
-                "prefixes: 0.7 a 0.3 b"
+                f"data_path is {' '.join(data_path)}; a blend must alternate weights above 0 and "
+                "prefixes, such as 0.7 a 0.3 b"
             )
 
     prefixes = list(data_path[1::2] if weights else data_path)

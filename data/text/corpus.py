@@ -26,7 +26,7 @@ Row = tuple[str, Any]
 """A row's source, such as "a.jsonl, line 3", and the row or the DataError of a broken line."""
 _CHUNK = 1 << 20
 _GAP = re.compile(r"[\s,]*")
-_DATASET_FILES = ("state.json", "dataset_dict.json")  # of datasets' save_to_disk
+_DATASET_FILES = ("state.json", "dataset_dict.json")  # written by datasets' save_to_disk
 _JSON_NAMES = {
     dict: "an object",
     list: "a list",
@@ -40,9 +40,9 @@ _JSON_NAMES = {
 class Corpus:
     """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8, repeatedly.
 
-    A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is
-    any other file. Empty documents are skipped. Raises DataError: while iterating, a file cannot be
-    read; names the file and the line.
+    A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; any
+    other file is one document as a whole. Empty documents are skipped. Iterating raises DataError,
+    with the file and the line, if a file cannot be read.
     """
 
     files: Sequence[Path]
@@ -81,7 +81,7 @@ class Corpus:
         if path not in self._noted and _looks_like_rows(text):
             self._noted.add(path)
             print(
-                f"note: {path} is taken as one text, but holds JSON objects; name it .jsonl to "
+                f"note: {path} is read as one text, but holds JSON objects; name it .jsonl to "
                 "read them as rows",
                 file=sys.stderr,
             )
@@ -98,7 +98,7 @@ def _looks_like_rows(text: str) -> bool:
 
 
 def _text(where: str, row: Any, key: str) -> str:
-    """Return the text of a row. Raises DataError."""
+    """Return the text of a row. Raises DataError if it has no valid text."""
     if isinstance(row, DataError):
         raise DataError(f"{where}: {row}")
     if not isinstance(row, dict):
@@ -109,13 +109,13 @@ def _text(where: str, row: Any, key: str) -> str:
         names = [json.dumps(name, ensure_ascii=False) for name in row]
         raise DataError(
             f'{where}: has no field "{key}"; its fields are {first_few(names, 8) or "none"}: '
-            "name the one that holds the text with --json-keys"
+            "give the field that holds the text to --json-keys"
         )
     text = row[key]
     if not isinstance(text, str):
         raise DataError(
-            f'{where}: field "{key}" is {_name_of(text)}, not text; repair it or name another: '
-            "--json-keys"
+            f'{where}: field "{key}" is {_name_of(text)}, not text; repair it, or name another '
+            "field with --json-keys"
         )
     try:
         text.encode()
@@ -139,13 +139,13 @@ class Rows:
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
         self.skipped: list[Path] = []
-        """Files left out: none."""
+        """Files left out; always empty, since a file without rows is an error."""
 
     def __iter__(self) -> Iterator[Row]:
         for path in self.files:
             if not has_rows(path):
                 raise DataError(
-                    f"{path} holds no rows; conversations are in {ROW_ENDINGS} or a dataset"
+                    f"{path} has no rows; give conversations as {ROW_ENDINGS} or a dataset"
                 )
             yield from rows(path)
 
@@ -205,13 +205,13 @@ def is_dataset(path: Path) -> bool:
 def has_rows(path: Path) -> bool:
     """Return whether a path has rows, for ``rows`` to read; any other file is a single text.
 
-    Raises DataError (`form_of`).
+    Raises DataError under the same conditions as `form_of`.
     """
     return is_dataset(path) or form_of(path) != "text"
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file or a folder; 0 for a dataset on the hub."""
+    """Return the size in bytes of a file or a folder; 0 for a dataset on the hub."""
     if str(path).startswith(HUB):
         return 0
     if path.is_dir():
@@ -222,8 +222,8 @@ def size_of(path: Path) -> int:
 def rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a dataset in order.
 
-    Memory does not grow with it. Raises DataError: a file that cannot be read, is cut off or of
-    another format; a package that is not installed.
+    Memory does not grow with the file. Raises DataError if the file cannot be read, is cut off or
+    has another format, or if a package is not installed.
     """
     if is_dataset(path):
         yield from _dataset(path)
@@ -256,7 +256,7 @@ def _lines(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                message = f"not JSON in {encoding.upper()} ({error}); repair it or leave it out"
+                message = f"not JSON in {encoding.upper()} ({error}); repair or leave out the line"
                 row = DataError(message)
             yield f"{path}, line {number}", row
 
@@ -264,18 +264,18 @@ def _lines(path: Path) -> Iterator[Row]:
 def _array(path: Path) -> Iterator[Row]:
     """Yield the elements of an array.
 
-    They are decoded from a buffer of the file. If an element is not whole in it, at least as much
-    is read again, so that an element of n characters is parsed O(log n) times.
+    They are decoded from a buffer of the file. If the buffer ends inside an element, at least as
+    much again is read, so an element of n characters is parsed O(log n) times.
     """
     decode = json.JSONDecoder().raw_decode
     text = ""
     position = 0
     line = 1
-    number = 0  # of the next element; 0 before the opening bracket
+    number = 0  # number of the next element; 0 before the opening bracket
     with opened(path) as (stream, encoding):
         file = io.TextIOWrapper(stream, encoding)
         while True:
-            begin = _GAP.match(text, position).end()  # type: ignore[union-attr]  # it can be empty
+            begin = _GAP.match(text, position).end()  # type: ignore[union-attr]  # matches always
             line += text.count("\n", position, begin)
             position = begin
             if number == 0 and text.startswith("[", position):
@@ -285,16 +285,16 @@ def _array(path: Path) -> Iterator[Row]:
             if number > 0 and text.startswith("]", position):
                 if (text[position + 1 :] + file.read()).strip():
                     raise DataError(
-                        f"{path}, line {line}: goes on after its array; make it one array, "
-                        "or a line each"
+                        f"{path}, line {line}: text follows the array; write one array, or one "
+                        "object per line"
                     )
                 return
 
             where = f"{path}, line {line}, element {number}"
             if number == 0 and position < len(text):
                 raise DataError(
-                    f"{path}: holds no array of objects; give objects in [...], "
-                    "or a line each: .jsonl"
+                    f"{path}: not an array of objects; write the objects in [...], or one per line "
+                    "in a .jsonl"
                 )
             try:
                 row, end = decode(text, position)
@@ -318,7 +318,8 @@ def _parquet(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise DataError(
-            f"{path} is Parquet, which takes pyarrow: pip install pyarrow (make venv EXTRAS=data)"
+            f"{path} is Parquet, but pyarrow cannot be imported; install it: pip install pyarrow "
+            "(make venv EXTRAS=data)"
         ) from error
     number = 0
     try:
@@ -327,11 +328,11 @@ def _parquet(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    # Its reader raises many types, and so do numbers and times that Python cannot represent.
+    # The reader raises many types, and so do numbers and times that Python cannot represent.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{path}: no Parquet, or cut off, after row {number} ({reason}); copy it again"
+            f"{path}: not Parquet, or cut off, after row {number} ({reason}); copy it again"
         ) from error
 
 
@@ -340,7 +341,8 @@ def _dataset(path: Path) -> Iterator[Row]:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{path} takes datasets: pip install datasets (make venv EXTRAS=data)"
+            f"{path} needs the package datasets; install it: pip install datasets (make venv "
+            "EXTRAS=data)"
         ) from error
     number = 0
     try:
@@ -352,15 +354,15 @@ def _dataset(path: Path) -> Iterator[Row]:
             if isinstance(dataset, dict):
                 example = path / next(iter(dataset))
                 raise DataError(
-                    f"{path} holds the splits {', '.join(dataset)}; give one: {example}"
+                    f"{path} holds the splits {', '.join(dataset)}; give one, such as {example}"
                 )
-        # Without its saved format, which would hide columns or make tensors of them.
+        # Ignore the dataset's saved format, which would hide columns or make tensors of them.
         for number, row in enumerate(dataset.with_format(None), start=1):
             yield f"{path}, row {number}", row
     except DataError:
         raise
-    except Exception as error:  # its readers and the network raise many types
+    except Exception as error:  # the library's readers and the network raise many types
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{path} cannot be read after row {number} ({reason}); check name and files"
+            f"{path} cannot be read after row {number} ({reason}); check its name and files"
         ) from error

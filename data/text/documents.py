@@ -1,9 +1,10 @@
 """Find the tokens at which documents begin inside a sample. A sample has S tokens.
 
-Megatron's own flags look only for end-of-document tokens, and its preprocess_data.py writes these
-only with --append-eod. The `.idx` has the bounds of every document, however it ends. A document of
-the `.idx` may also contain several texts, each with its end token, which count as documents too. So
-a document begins at a bound of the `.idx` and after every end token.
+In Megatron's own code for --reset-position-ids and --reset-attention-mask, a document ends only at
+an end-of-document token, but its preprocess_data.py writes these tokens only with --append-eod. The
+`.idx` has the bounds of every document, however it ends. A document of the `.idx` may also contain
+several texts, each with its end token; these count as documents too. So here a document begins at
+a bound of the `.idx` and after every end token.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
     """Mark the tokens that end a text inside a document of the `.idx`, bool [T].
 
     The ids may be a part of the document. A tokenizer such as GPT-2's begins a text with the same
-    token that ends it; as the first of several tokens it is not an end.
+    token that ends it; this token is no end if it is the first of several.
 
     Args:
         ids: token ids, int64 [T].
@@ -34,7 +35,7 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
 
 
 class DocumentStream:
-    """An epoch of GPTDataset with samples that mark the first token of each document.
+    """An epoch of GPTDataset whose samples mark the first token of each document.
 
     A sample is cut from a stream, so its first document may begin before the sample, and its last
     one may continue after it. Both parts count as documents of this sample.
@@ -59,7 +60,7 @@ class DocumentStream:
     def __getitem__(self, index: int | None) -> dict[str, Any]:
         """Return GPTDataset's sample with `begins`, bool [S + 1].
 
-        It marks the tokens that begin a document, the last label included.
+        `begins` marks the tokens, including the last label, that begin a document.
         """
         sample = self._dataset[index]
         text = torch.cat((sample["tokens"], sample["labels"][-1:]))  # [S + 1]

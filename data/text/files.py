@@ -47,7 +47,7 @@ _DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
     ".zst": lambda path: _by_arrow(path, "zstd"),
     ".lz4": lambda path: _by_arrow(path, "lz4"),
 }
-_MARKS = {  # the longest first: the mark of UTF-32 begins with that of UTF-16
+_MARKS = {  # longest first: the byte-order mark of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",
@@ -59,7 +59,7 @@ _MARKS = {  # the longest first: the mark of UTF-32 begins with that of UTF-16
 def form_of(path: Path) -> Form:
     """Return the format of a file from its name's ending; an unknown ending means text.
 
-    Case and an ending for compression are ignored. Raises DataError: the file is a table or an
+    Case and an ending for compression are ignored. Raises DataError if the file is a table or an
     archive, which would otherwise be trained on as one text.
     """
     endings = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -71,8 +71,8 @@ def form_of(path: Path) -> Form:
     if ending in _LOADERS:
         loader = _LOADERS[ending].format(path=path)
         raise DataError(
-            f"{path} is a table that cannot be read; write it as one of {ROW_ENDINGS}, such as by "
-            f'datasets.load_dataset({loader}, split="train")'
+            f"{path} is a table that cannot be read; write it as one of {ROW_ENDINGS}, for "
+            f'example by datasets.load_dataset({loader}, split="train")'
             f'.to_json("{path.with_suffix(".jsonl")}")'
         )
     if ending in _OTHER_TABLES:
@@ -82,9 +82,9 @@ def form_of(path: Path) -> Form:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
-    """Open a file, decompress it and skip a UTF-8 mark; yield the stream and its encoding.
+    """Open and decompress a file, skip a UTF-8 byte-order mark; yield the stream and its encoding.
 
-    Raises DataError: the file cannot be read, or its compressed content is cut off.
+    Raises DataError if the file cannot be read, or if its compressed content is cut off.
     """
     open_file = _DECOMPRESSORS.get(path.suffix.lower(), lambda path: path.open("rb"))
     try:
@@ -101,7 +101,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
 
 
 def _encoding(stream: io.BufferedReader) -> str:
-    """Return the encoding by the byte-order mark, UTF-8 without one; skip a UTF-8 mark."""
+    """Return the encoding that the byte-order mark names, or UTF-8; skip a UTF-8 mark."""
     start = stream.peek(4)[:4]
     for mark, name in _MARKS.items():
         if not start.startswith(mark):
@@ -116,7 +116,7 @@ def _encoding(stream: io.BufferedReader) -> str:
 def text_of(path: Path) -> str:
     """Return a file's text without a byte-order mark.
 
-    Raises DataError (`opened`), and for NUL characters.
+    Raises DataError if the file cannot be read or decoded, or if it holds NUL characters.
     """
     with opened(path) as (file, encoding):
         content = file.read()
@@ -126,14 +126,16 @@ def text_of(path: Path) -> str:
         raise _undecodable(path, error, f" at byte {error.start}") from error
     if "\0" in text:
         raise DataError(
-            f"{path} holds NUL characters, which no text has; if it is UTF-16 without a byte-order "
-            "mark, convert it"
+            f"{path} holds NUL characters, so it is not text; if it is UTF-16 without a byte-order "
+            "mark, convert it to UTF-8"
         )
     return text
 
 
 def _undecodable(path: Path, error: UnicodeDecodeError, where: str) -> DataError:
-    return DataError(f"{path} is not {error.encoding.upper()} ({error.reason}{where}); convert it")
+    return DataError(
+        f"{path} is not {error.encoding.upper()} ({error.reason}{where}); convert it to UTF-8"
+    )
 
 
 def _by_arrow(path: Path, compression: str) -> Any:
@@ -141,7 +143,7 @@ def _by_arrow(path: Path, compression: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise DataError(
-            f"{path} is compressed by {compression}, which takes pyarrow: pip install pyarrow "
-            "(make venv EXTRAS=data), or decompress it"
+            f"{path} is compressed with {compression}, but pyarrow cannot be imported; install it "
+            "(pip install pyarrow, or make venv EXTRAS=data), or decompress the file"
         ) from error
     return pyarrow.input_stream(path, compression=compression)

@@ -24,7 +24,7 @@ from runtime.errors import DataError, StoppedError
 from runtime.files import reason, replacing
 
 LOSS_MASK = "_loss_mask"
-"""Suffix of the prefix of a second pair, which marks the tokens of conversations with loss."""
+"""Suffix of the prefix of a second pair: the loss mask of conversations, 1 or 0 for each token."""
 REWRITE = "write the pair again (tools/prepare_data.py)"
 """Advice in error messages about a broken pair."""
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -50,17 +50,17 @@ class Indexed:
     tokens: int
     """Number of tokens of all documents together."""
     bounds: np.ndarray
-    """Number of sequences before each document, then of all; int64 [documents + 1],
+    """Number of sequences before each document, then their total; int64 [documents + 1],
     memory-mapped."""
     dtype: np.dtype
     """Dtype of a token id in the `.bin`."""
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document of text, or of each conversation: int32 [documents].
+        """Number of tokens of each document of text, or of each conversation: int32 [documents].
 
-        With ``is_lumped`` they are the sequences. Raises DataError: document bounds that do not
-        ascend, or a document of 2^31 tokens or more.
+        If ``is_lumped``, each sequence counts as a document. Raises DataError if document bounds do
+        not ascend, or if a document has 2^31 tokens or more.
         """
         _check_bounds(self)
         if not self.joins_sequences:
@@ -69,8 +69,8 @@ class Indexed:
         lengths = np.diff(begins[self.bounds])
         if lengths.max() > np.iinfo(np.int32).max:
             raise DataError(
-                f"{self.prefix}.idx joins sequences to a document of {lengths.max():,} tokens, and "
-                f"a document has less than 2^31; {REWRITE}"
+                f"{self.prefix}.idx joins sequences to a document of {lengths.max():,} tokens, but "
+                f"a document must have fewer than 2^31; {REWRITE}"
             )
         return lengths.astype(np.int32)
 
@@ -78,7 +78,7 @@ class Indexed:
     def is_lumped(self) -> bool:
         """True if the `.idx` has one document of many sequences.
 
-        Tools that know of no documents write such files. Each sequence then counts as a document:
+        Tools that do not know documents write such files. Each sequence then counts as a document:
         with a single document there would be nothing to shuffle or to split.
         """
         return len(self.bounds) == 2 and len(self.lengths) > 1
@@ -112,7 +112,7 @@ class Indexed:
             raise DataError(
                 f"tokenizer {path} is not the one that wrote {self.prefix}.bin, or is damaged "
                 f"(SHA-256 {sha256[:12]}, recorded {str(recorded)[:12]}); give --tokenizer-model "
-                f"that one, or {REWRITE}"
+                f"the tokenizer that wrote it, or {REWRITE}"
             )
         if prepared.get("tokenizer_settings") not in (None, settings):
             raise DataError(
@@ -136,7 +136,8 @@ def prepared_record(prefix: str) -> dict[str, Any]:
 def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
     """Open `prefix`.bin/.idx after checking the `.idx`'s header and both files' sizes.
 
-    Raises DataError: a file is missing, of another format, or of another size than the `.idx` says.
+    Raises DataError if a file is missing, has another format, or has another size than the `.idx`
+    says.
     """
     prefix = os.fspath(prefix)
     index = Path(f"{prefix}.idx")
@@ -151,7 +152,7 @@ def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
     if size != tokens * dtype.itemsize or tokens == 0:
         raise DataError(
             f"{data} has {size} bytes, but {index} describes {tokens} tokens of {dtype.itemsize} "
-            f"bytes, which is {tokens * dtype.itemsize}; {REWRITE}"
+            f"bytes, which take {tokens * dtype.itemsize}; {REWRITE}"
         )
 
     bounds: np.ndarray = np.empty(0, "<i8")
@@ -170,7 +171,7 @@ def _check_existence(prefix: str, index: Path, data: Path) -> None:
         if text != prefix and Path(f"{text}.idx").is_file():
             raise DataError(
                 f"{path} does not exist; --sft reads conversations that tools/prepare_data.py "
-                f"--chat wrote, and {text} holds text: leave out --sft"
+                f"--chat wrote, but {text} holds text: leave out --sft"
             )
         hint = "check the path"
         if prefix.endswith((".bin", ".idx")):
@@ -181,14 +182,14 @@ def _check_existence(prefix: str, index: Path, data: Path) -> None:
 def _read_header(index: Path) -> tuple[int, int, int]:
     """Return the dtype code, the number of sequences and the number of document bounds.
 
-    Raises DataError: the header has another format, or the file's size does not match it.
+    Raises DataError if the header has another format, or if the file's size does not match it.
     """
     size = index.stat().st_size
     with index.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):
         raise DataError(
-            f"{index} does not begin with Megatron's magic bytes, so it is no index; {REWRITE}"
+            f"{index} does not begin with Megatron's magic bytes, so it is not an index; {REWRITE}"
         )
     if len(header) < _HEADER.size:
         raise DataError(f"{index} is cut off inside its header ({size} bytes); {REWRITE}")
@@ -198,17 +199,16 @@ def _read_header(index: Path) -> tuple[int, int, int]:
         raise DataError(f"{index} has version {version}; only version 1 can be read; {REWRITE}")
     if code not in _DTYPES:
         raise DataError(
-            f"{index} has dtype code {code}, which holds no token ids ({sorted(_DTYPES)}); "
-            f"{REWRITE}"
+            f"{index} has dtype code {code}, but token ids have one of {sorted(_DTYPES)}; {REWRITE}"
         )
     expected = _HEADER.size + 12 * sequences + 8 * bounds
     if size not in (expected, expected + sequences):  # the latter with modes of multimodal data
         raise DataError(
-            f"{index} has {size} bytes, but {sequences} documents need {expected}; "
-            f"it is cut off or damaged: {REWRITE}"
+            f"{index} has {size} bytes, but {sequences} sequences and {bounds} document bounds "
+            f"need {expected}; it is cut off or damaged: {REWRITE}"
         )
     if sequences == 0:
-        raise DataError(f"{index} holds no documents; {REWRITE} from a corpus that is not empty")
+        raise DataError(f"{index} has no documents; {REWRITE} from a corpus that is not empty")
     return code, sequences, bounds
 
 
@@ -224,10 +224,10 @@ def check_indexed(
     Args:
         prefix: path without .bin or .idx.
         vocab_size: ids must be in [0, vocab_size).
-        scan_tokens: tokens to check at the head and at the tail of the `.bin`.
+        scan_tokens: number of tokens to check at the head and at the tail of the `.bin`.
         missing: returns a message for an id that the tokenizer has and the model lacks, else None.
 
-    Raises DataError: names the file, what is wrong with it and the fix.
+    Raises DataError, with the file, the problem and the fix, if a check fails.
     """
     indexed = open_indexed(prefix)
     _check_arrays(indexed)
@@ -271,10 +271,10 @@ def write_index(
 
     Args:
         path: the file.
-        dtype: of an id in the `.bin`.
-        lengths: tokens of each of N sequences, int32 [N].
-        bounds: sequences before each document, then their total; by default each sequence is a
-            document.
+        dtype: dtype of an id in the `.bin`.
+        lengths: number of tokens of each sequence, int32 [N].
+        bounds: number of sequences before each document, then their total; by default each
+            sequence is a document.
     """
     codes = {np.dtype(id_dtype): code for code, id_dtype in _DTYPES.items()}
     count = len(lengths)
@@ -298,12 +298,12 @@ def write_index(
 def token_counts(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> np.ndarray:
     """Count each id among the first `limit` tokens of `prefix`.bin, int64 [largest id + 1].
 
-    Raises DataError (`open_indexed`).
+    Raises DataError under the same conditions as `open_indexed`.
     """
     indexed = open_indexed(prefix)
     counts = np.zeros(1, dtype=np.int64)
     size = min(indexed.tokens, limit)
-    with open(f"{prefix}.bin", "rb") as file:  # a memory map would keep all of it in memory
+    with open(f"{prefix}.bin", "rb") as file:  # a memory map would keep the whole file in memory
         for start in range(0, size, _BLOCK):
             ids = np.fromfile(file, indexed.dtype, min(size - start, _BLOCK))
             total = np.bincount(ids, minlength=len(counts))
@@ -323,7 +323,7 @@ def entropy(counts: np.ndarray) -> float:
 
 @contextmanager
 def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Do as `runtime.files.replacing`, but raise StoppedError if a file cannot be written."""
+    """Write files like `runtime.files.replacing`, but raise StoppedError if that is impossible."""
     try:
         with replacing(*paths) as drafts:
             yield drafts
@@ -355,7 +355,7 @@ def _check_arrays(indexed: Indexed) -> None:
             raise DataError(f"{index} gives document {document} a negative length; {REWRITE}")
         ends = offset + np.cumsum(lengths) * itemsize
         if not np.array_equal(pointers[start : start + _BLOCK], ends - lengths * itemsize):
-            raise DataError(f"{index} points into the .bin where its lengths do not; {REWRITE}")
+            raise DataError(f"{index} has pointers that contradict its lengths; {REWRITE}")
         offset = int(ends[-1])
     _check_bounds(indexed)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Samples = EpochedDataset | BlendedDataset | MockSamples
 Splits = list[list[EpochedDataset]]
-"""Datasets of a file by split: training, validation and test."""
+"""A file's datasets for each split: training, validation and test."""
 
 
 def build_datasets(
@@ -30,18 +30,18 @@ def build_datasets(
 ) -> tuple[Samples, Samples | None, Samples | None]:
     """Build the training, validation and test samples of `config.data_path`.
 
-    A split whose share is 0 is None. With ``mock_data`` all three are drawn, whatever the shares.
+    A split whose share is 0 is None. With ``mock_data`` all three exist, whatever the shares.
 
     Sample n is a pure function of (files, config, seq_length, seed, n): a dict of `tokens` and
     `labels`, int64 [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if
-    documents are told apart, `starts`, bool [seq_length].
+    `config.tells_documents`, `starts`, bool [seq_length].
 
-    ``vocab_size`` is the model's, by default the tokenizer's: an id that the model lacks is an
-    error that names the token.
+    ``vocab_size`` is the model's, by default the tokenizer's. A token id that the model lacks
+    raises an error that names the token.
 
     Collective over all ranks if a process group is initialised: rank 0 checks the files and writes
-    the index caches, the others map them. A failure on one rank raises on all. Raises DataError: a
-    bad file (`check_indexed`), a split without a single sample, or a cache that cannot be written.
+    the index caches, the others map them. A failure on one rank raises on all. Raises DataError if
+    a file is bad (`check_indexed`), a split has no sample, or a cache cannot be written.
     """
     import torch.distributed as dist
 
@@ -49,7 +49,8 @@ def build_datasets(
 
     if seq_length < 1 or not 0 <= seed < 1 << 32:
         raise DataError(
-            f"seq_length is {seq_length} and seed {seed}; they must be at least 1 and in [0, 2^32)"
+            f"seq_length is {seq_length} and seed is {seed}; seq_length must be 1 or more, and "
+            "seed from 0 to 2^32 - 1"
         )
     if isinstance(tokenizer, MockTokenizer):
         size = tokenizer.vocab_size
@@ -72,7 +73,7 @@ def build_datasets(
         megatron_core()  # takes seconds: import on all ranks at once, not in turns
 
     files: list[Splits] = []
-    # Rank 0 scans the files and writes first; the others map only finished files.
+    # Rank 0 first checks the files and writes the caches, so the others map only finished caches.
     for is_turn in (is_first, not is_first):
         with raise_together():
             if not is_turn:
@@ -89,7 +90,7 @@ def build_datasets(
     train, valid, test = (_join(list(split), weights) for split in zip(*files, strict=True))
     if train is None:
         raise DataError(
-            f'split is "{config.split}" and leaves nothing to train on; '
+            f'split is "{config.split}", but it leaves nothing to train on; '
             "make its first share larger than 0"
         )
     return train, valid, test
@@ -98,9 +99,9 @@ def build_datasets(
 def _join(
     files: list[list[EpochedDataset]], weights: list[float] | None
 ) -> EpochedDataset | BlendedDataset | None:
-    """Blend the datasets of a split by the files' weights and their parts' shares.
+    """Blend a split's datasets, by the weight of each file and each dataset's share of it.
 
-    Without weights, a file counts by its tokens.
+    Without weights, a file's weight is its number of tokens.
     """
     datasets: list[EpochedDataset] = []
     shares: list[float] = []
@@ -125,10 +126,10 @@ def _conversation_splits(
     entries: int,
     check: bool,
 ) -> Splits:
-    """Return endless datasets of packed conversations by split; none if the share is 0.
+    """Return each split's endless dataset of packed conversations; none if its share is 0.
 
-    Splits are cut between samples, which are already packed and shuffled. Raises DataError: a share
-    leaves no sample.
+    Splits are cut between samples, which are already packed and shuffled. Raises DataError if a
+    share above 0 leaves no sample.
     """
     missing = partial(tokenizer.missing, entries)
     samples = Conversations(prefix, entries, seq_length, check, missing)
@@ -144,8 +145,8 @@ def _conversation_splits(
             continue
         if begin == end:
             raise DataError(
-                f"{prefix} holds {len(samples)} samples of conversations, and a share of "
-                f"{share:g} in split leaves none; give it a larger share, or 0, with --eval-iters 0"
+                f"{prefix} has {len(samples)} samples of conversations, and a share of "
+                f"{share:g} in split leaves none; make that share larger, or 0 with --eval-iters 0"
             )
         build = partial(PackedEpoch, samples, begin, end, seed, tokenizer.eod)
         endless = EpochedDataset(

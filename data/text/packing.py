@@ -1,4 +1,4 @@
-"""Pack whole documents and conversations into samples. S tokens of a sample.
+"""Pack whole documents and conversations into samples. A sample has S tokens.
 
 Text is packed from the `.idx` alone; the pair of files does not change. A document longer than S
 tokens is cut into fragments of S tokens and a shorter last one. A fragment is a document of its
@@ -7,9 +7,9 @@ the `.idx` that holds several texts is packed as a whole, and its texts are sepa
 
 Packing depends on the lengths, S and the seed alone. The first process computes it once, in about
 10 seconds for 10 million documents (docs/concepts/packed.md), and writes it into the index cache;
-all others map it. Later epochs have the same samples in another order, so that a reader in the
-middle of a run has nothing to pack. Documents that share a sample do not see each other, so which
-ones do makes no difference to the model.
+all others map it. Later epochs have the same samples in another order, so a reader in the middle of
+a run has nothing to pack. Documents do not see each other, so the model does not notice which of
+them share a sample.
 """
 
 from bisect import bisect_left, insort
@@ -27,10 +27,11 @@ from data.text.reader import TokenReader
 from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
-"""Tokens of a padding document. Short ones keep attention over padding cheap."""
+"""Padding is split into documents of at most this many tokens, to keep attention over it cheap."""
 FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?"), ("first", "?")])
-"""A document or a part of one: tokens before it in the `.bin`, its length, whether its document
-continues after it, and whether it begins its document."""
+"""Record of a document or a part of one. begin: number of tokens before it in the `.bin`; length:
+its number of tokens; more: True if its document continues after it; first: True if it begins its
+document."""
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -50,9 +51,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     order = np.argsort(-lengths.astype(np.int32), kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     rooms: list[int] = []  # the distinct free capacities of open bins, ascending
-    bins_by_room: defaultdict[int, list[range]] = defaultdict(list)  # the first to fill is last
+    bins_by_room: defaultdict[int, list[range]] = defaultdict(list)  # stacks, filled from the end
     num_bins = 0
-    # Runs of equal items in `order`: first bin, step to the next bin, items per bin, items.
+    # Runs of equal items in `order`: first bin, step to the next bin, items per bin, all items.
     runs = [(0, 0, 1, 0)]
 
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -93,8 +94,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def by_bin(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Group items by bin.
 
-    Returns the items bin by bin, in ascending order within a bin, int64 [N], and the number of
-    items before each bin, then N: int64 [bins + 1].
+    Returns two arrays: the items bin by bin, ascending within a bin, int64 [N]; and the number of
+    items before each bin, with N at the end, int64 [bins + 1].
     """
     items = np.argsort(bins, kind="stable")
     ends = np.cumsum(np.bincount(bins), dtype=np.int64)
@@ -106,11 +107,12 @@ def packed_documents(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pack a file's documents into samples of at most S tokens.
 
-    The result depends only on the arguments. The seed decides which of equally long fragments share
-    a sample; without a shuffle, neighbours in a sorted corpus would always be packed together.
+    The result depends only on the arguments. The seed decides which fragments of the same length
+    share a sample; without a shuffle, neighbours in a sorted corpus would always be packed
+    together.
 
-    Returns fragments sample by sample, FRAGMENT [F], and the fragments before each sample, then F;
-    int64 [samples + 1].
+    Returns two arrays: the fragments sample by sample, FRAGMENT [F]; and the number of fragments
+    before each sample, with F at the end, int64 [samples + 1].
 
     Args:
         lengths: number of tokens of every document of the file, int32 [N]; empty documents are in
@@ -142,7 +144,7 @@ def write_packing(stem: Path, fragments: np.ndarray, bounds: np.ndarray) -> None
 
 
 def read_packing(stem: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the files of `write_packing`. Raises OSError or ValueError."""
+    """Memory-map the files of `write_packing`. Raises OSError or ValueError if that fails."""
     fragments = np.load(f"{stem}_fragments.npy", mmap_mode="r")
     bounds = np.load(f"{stem}_bounds.npy", mmap_mode="r")
     return fragments, bounds
@@ -153,8 +155,8 @@ class PackedSamples:
 
     Args:
         fragments: FRAGMENT [F], sample by sample.
-        bounds: fragments before each sample, then F; int64 [samples + 1].
-        learned: pair with a 1 for each token with a loss and a 0 for others; None for text.
+        bounds: number of fragments before each sample, then F, int64 [samples + 1].
+        learned: pair with the loss mask of conversations, 1 or 0 for each token; None for text.
     """
 
     def __init__(
@@ -237,12 +239,12 @@ class Conversations(PackedSamples):
     """Packed conversations at a prefix, for ``--sft``.
 
     A sequence of the pair is a conversation, and a document of the pair is a sample. A second pair,
-    PREFIX_loss_mask, holds a one for every token that is learned and a zero for every other.
+    PREFIX_loss_mask, holds a 1 for every token that carries loss and a 0 for every other.
     Padding is not stored, so the same files serve every sequence length that is long enough.
 
-    With ``check`` both pairs are read as by `check_indexed`.
+    With ``check`` both pairs are checked by `check_indexed`.
 
-    Raises DataError: a pair is broken, the two do not match, or a sample is longer than S.
+    Raises DataError if a pair is broken, the two pairs differ, or a sample is longer than S.
     """
 
     def __init__(
@@ -266,15 +268,15 @@ class Conversations(PackedSamples):
             and np.array_equal(mask.bounds, self.indexed.bounds)
         ):
             raise DataError(
-                f"{mask_prefix}.idx and {prefix}.idx are of different conversations; "
-                "write them again"
+                f"{mask_prefix}.idx and {prefix}.idx describe different conversations; "
+                "write both again (tools/prepare_data.py --chat)"
             )
         begins = np.concatenate(([0], np.cumsum(self.indexed.lengths, dtype=np.int64)))
         self.longest = int(np.diff(begins[self.indexed.bounds]).max())
         """Number of tokens of the longest sample."""
         if self.longest > seq_length:
             raise DataError(
-                f"{prefix} holds samples of {self.longest} tokens and seq_length is {seq_length}; "
+                f"{prefix} has samples of {self.longest} tokens, but seq_length is {seq_length}; "
                 f"give --seq-length {self.longest}, or prepare the conversations with "
                 f"--seq-length {seq_length}"
             )

@@ -52,17 +52,17 @@ from runtime.files import InUseError, owned
 from runtime.machine import usable_cores
 from runtime.signals import signals_later
 
-# Input that takes a process longer than its start.
+# Bytes of input per worker: with fewer, starting the process would take longer than its work.
 _BYTES_PER_WORKER = 1 << 23
 
 
 @dataclass
 class TokenFiles:
-    """Tokens of all documents or conversations in files, with their lengths and counts."""
+    """Files with the tokens of all documents or conversations, and their lengths and counts."""
 
     ids: IO[bytes]
     learned: IO[bytes] | None
-    """For conversations, a byte per token, 1 if it has a loss; None for text."""
+    """For conversations, a byte per token, 1 if it carries loss; None for text."""
     lengths: list[np.ndarray] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -84,7 +84,7 @@ class TokenFiles:
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of drafts with which versions before 2026-11-28 resumed a killed preparation."""
+"""Endings of files that killed runs of versions before 2026-11-28 left behind, to be removed."""
 
 
 def prepare(
@@ -94,7 +94,7 @@ def prepare(
     progress: bool = True,
     workers: int | None = 1,
 ) -> tuple[Prepared, bool]:
-    """Write `prefix`.bin, .idx and .json, the record of the request, and a trained tokenizer.
+    """Write `prefix`.bin and .idx, the record `prefix`.json, and a tokenizer if one is trained.
 
     The tokenizer is `prefix`.model, or the folder `prefix`_tokenizer for conversations. Complete
     data of the same request and unchanged input is kept. The files appear together at the end or
@@ -102,18 +102,19 @@ def prepare(
     many as the input keeps busy); a stopped run starts over. Returns facts about the data, and
     whether it was kept.
 
-    Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the
-    prefix, or another process writing there.
+    Raises DataError if there is nothing to read, a file is unreadable, the tokenizer is bad, the
+    prefix has other data, or another process writes there.
     """
     if not prefix.name:
         raise DataError(
-            f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine"
+            f"the output prefix {prefix} does not end in a file name; give one such as "
+            "runs/data/mine"
         )
     chat = request.chat
     if chat is not None and request.tokenizer_model is None and chat.chat_template not in NAMED:
         raise DataError(
-            f"chat_template is {chat.chat_template}, and a tokenizer is trained for one of "
-            f"{', '.join(NAMED)}; name one, or give --tokenizer-model"
+            f"chat_template is {chat.chat_template}, but a tokenizer can be trained only for "
+            f"{', '.join(NAMED)}; give one of these, or --tokenizer-model"
         )
     try:
         prepared = None if overwrite else existing(request, prefix)
@@ -121,7 +122,7 @@ def prepare(
             return prepared, True
         with ExitStack() as locks:
             _lock(request, prefix, locks)
-            # While this one waited for the lock, another process may have finished the same data.
+            # While this process waited for the lock, another may have finished the same data.
             prepared = None if overwrite else existing(request, prefix)
             if prepared is not None:
                 return prepared, True
@@ -130,18 +131,19 @@ def prepare(
             try:
                 return _prepare(request, prefix, overwrite, progress, workers), False
             except (KeyboardInterrupt, SystemExit, StoppedError):
-                print("nothing was written; the same command begins again", file=sys.stderr)
+                print("nothing was written; the same command starts over", file=sys.stderr)
                 raise
-    except OSError as error:  # errors of writing have become DataErrors here
+    except OSError as error:  # only read errors get here; write errors are DataErrors by now
         raise DataError(
-            f"cannot read {error.filename or prefix} ({error.strerror}); check that you may"
+            f"cannot read {error.filename or prefix} ({error.strerror}); check its permissions"
         ) from error
 
 
 def _lock(request: Request, prefix: Path, locks: ExitStack) -> None:
     """Lock every name that the request writes.
 
-    Raises DataError: another process writes there. Raises StoppedError: the folder is not writable.
+    Raises DataError if another process writes there, and StoppedError if the folder is not
+    writable.
     """
     stems: dict[str, None] = {}
     for end in ends_of(request):
@@ -163,7 +165,7 @@ def _prepare(
     source: Corpus | Rows = Rows(files)
     if request.chat is None:
         source = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
-    inputs = inputs_of(request)  # before reading: a file that changes meanwhile is noticed later
+    inputs = inputs_of(request)  # before reading, so that a change meanwhile is noticed later
     size = _check_input(request, source, progress)
     ends = ends_of(request)
 
@@ -206,7 +208,7 @@ def _prepare(
             }
         drafts[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
-            # At no time may a new .bin exist with an old record, or text with a loss mask.
+            # At no time may a new .bin exist with an old record, or text with an old loss mask.
             for end in (".json", *CHAT_ENDS):
                 with_end(prefix, end).unlink(missing_ok=True)
             if TOKENIZER in ends:
@@ -230,10 +232,10 @@ def _train(
 
 
 def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
-    """Read all input once; return its size, in bytes of text or in conversations.
+    """Read all input once; return its number of bytes of text or of conversations.
 
-    None if the input is on the hub. An unreadable file must fail now, not after hours of training a
-    tokenizer.
+    Returns None if the input is on the hub. An unreadable file must fail now, not after hours of
+    training a tokenizer.
     """
     if not all(path.exists() for path in source.files):
         return None
@@ -248,7 +250,7 @@ def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int
 
     if not request.inputs:
         raise DataError(
-            f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input"
+            f"{stdlib_folder()} has no Python sources on this machine; give other text with --input"
         )
     kind = "text" if request.chat is None else "conversation"
     suffix = ""
@@ -258,7 +260,7 @@ def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int
 
 
 def _bar(title: str, total: int | None, progress: bool, request: Request) -> Any:
-    """Return a progress bar on stderr that appears after three seconds."""
+    """Return a progress bar on stderr that appears after two seconds at the earliest."""
     from tqdm import tqdm
 
     with signals_later():  # an interrupt inside tqdm's constructor ends in a traceback
@@ -282,7 +284,7 @@ def _tokens(
     if request.chat is None:
         work = partial(tokenized, tokenizer, add_bos_token=request.add_bos_token)
     else:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
+        assert isinstance(tokenizer, HuggingFaceTokenizer)  # others have no chat template
         template = load_template(tokenizer.path, request.chat.chat_template)
         work = partial(convert, request.chat, template, tokenizer)
         items = map(partial(with_conversation, template.reads), items)
@@ -355,7 +357,7 @@ def _counts_after(counts: Counter[str], start: str) -> dict[str, int]:
 
 
 def _turn_ends(tokenizer: Tokenizer, counts: Counter[str]) -> list[int]:
-    """Return the tokens at which generation should stop, the most frequent first.
+    """Return the ids of the tokens at which generation should stop, the most frequent first.
 
     A special token counts if it ends any turn. An ordinary added token counts only if it ends at
     least half of the turns, because at the end of a few turns it may be part of their text.

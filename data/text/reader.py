@@ -9,7 +9,7 @@ from runtime.errors import DataError
 
 
 class TokenReader:
-    """Reader of a `.bin` that replaces megatron.core's and detects changed files.
+    """Reader of a `.bin` that replaces megatron.core's reader and detects changed files.
 
     If a file is truncated while a run reads it, a memory map kills the process by SIGBUS, and
     megatron.core's other reader returns stale memory. Here it is an error that names the file.
@@ -38,6 +38,6 @@ class TokenReader:
 
     def _changed(self, path: str, size: int, new_size: int) -> DataError:
         return DataError(
-            f"{path} has {new_size} bytes, and had {size}: it was changed while it is read; "
+            f"{path} has {new_size} bytes, but had {size}: it was changed while being read; "
             f"{REWRITE}"
         )

@@ -24,7 +24,7 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
-"""Names of the counts of conversations by outcome, of pieces left out and of learned tokens."""
+"""Names of counters: conversations by outcome, pieces left out, and tokens that carry loss."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 CHAT = "chat"
 """Key, in records and checkpoints, of the chat template and the tokens that end turns."""
@@ -43,15 +43,15 @@ class Request:
     tokenizer_model: str | None = None
     """Path of an existing tokenizer; None trains one."""
     vocab_size: int | None = 4096
-    """Entries of the tokenizer to train; None with an existing one."""
+    """Number of entries of the tokenizer to train; None with an existing one."""
     max_bytes: int | None = None
     """Number of bytes of text after which to stop; None reads everything."""
     json_key: str = "text"
-    """Field of a row that has the text."""
+    """Field of a row that holds the text."""
     chat: Chat | None = None
-    """Settings of conversations; None takes text."""
+    """Settings for conversations; None prepares text."""
     add_bos_token: AddBos = "auto"
-    """Begin token of each document of text; auto: if the tokenizer adds one by itself."""
+    """Policy for a begin token before each document of text, as in `AddBos`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Prepared:
     """Numbers and digests that describe the data at a prefix."""
 
     tokenizer_sha256: str
-    """SHA-256 of the tokenizer, which is the request's file or `prefix`.model, even if moved."""
+    """SHA-256 of the tokenizer's file, the request's or the one trained next to the data."""
     documents: int
     """Number of documents, or of conversations and pieces of conversations."""
     tokens: int
@@ -69,26 +69,27 @@ class Prepared:
     text_bytes: int
     """Number of UTF-8 bytes of the documents of text."""
     skipped_files: int
-    """Files that were skipped because they are not UTF-8."""
+    """Number of files skipped because they are not UTF-8."""
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
-    """Tokens for text that the vocabulary lacks, or tokens dropped because of it: lost text."""
+    """Number of tokens whose text is lost: unknown tokens, or dropped ones if there is no such
+    token."""
     conversations: dict[str, int] | None = None
-    """Numbers of conversations: read, kept whole, split, truncated, refused; left_out: pieces of
-    split ones without loss; learned: tokens that carry loss; samples, and places: positions in
-    them."""
+    """Counts, keyed by name. read, kept (whole), split, truncated, refused: conversations;
+    left_out: pieces of split conversations, left out because they carry no loss; learned: tokens
+    that carry loss; samples; places: positions in all samples."""
     begin: list[int] | None = None
     """Token ids that begin each document of text; None in older records and for conversations."""
     unread: dict[str, int] | None = None
-    """Number of conversations per key that nothing reads, or per part that a template omits."""
+    """Number of conversations, keyed by a note on content that was not read or was left out."""
     tokenizer_settings: str | None = None
     """Digest of the settings in files next to a tokenizer.json; None in older records."""
     turn_ends: list[int] | None = None
     """Token ids that end the assistant's turns, the most frequent first."""
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for numbers that no preparation records."""
+        """Raise TypeError or ValueError for values that no preparation would have recorded."""
         counts = [
             self.documents,
             self.tokens,
@@ -115,7 +116,7 @@ class Prepared:
 
     @property
     def summary(self) -> str:
-        """One line about the data."""
+        """One line about the data, to print."""
         tokens = f"{self.tokens:,} tokens ({self.dtype})"
         counts = self.conversations
         if counts is None:
@@ -127,17 +128,17 @@ class Prepared:
         return (
             f"{counts['read']:,} conversations read: {counts['kept']:,} kept whole, "
             f"{counts['split']:,} split, {counts['truncated']:,} truncated, "
-            f"{counts['refused']:,} refused; {counts['left_out']:,} pieces of split ones without "
-            f"loss left out; {tokens}, of which {counts['learned']:,} carry loss, in "
+            f"{counts['refused']:,} refused; {counts['left_out']:,} pieces without loss of split "
+            f"conversations left out; {tokens}, of which {counts['learned']:,} carry loss, in "
             f"{counts['samples']:,} samples, {1 - self.tokens / counts['places']:.2%} padding to "
             f"seq_length {counts['places'] // counts['samples']:,}"
         )
 
 
 def existing(request: Request, prefix: Path) -> Prepared | None:
-    """Return the facts about the data at the prefix if this request made it; None without data.
+    """Return the facts about the data at a prefix, if this request made it; None without data.
 
-    Raises DataError: the data is of another request or incomplete, or its input has changed.
+    Raises DataError if the data is incomplete or of another request, or if its input has changed.
     """
     remedy = "give --overwrite to write it anew, or another --output-prefix"
     ends = ends_of(request)
@@ -147,12 +148,12 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
         return None
     if len(present_paths) < len(ends):
         raise DataError(
-            f"{', '.join(present_paths)} exists, but other files of the same data are missing; "
+            f"found {', '.join(present_paths)}, but other files of the same data are missing; "
             f"{remedy}"
         )
 
     prepared, made_with, old_inputs = _read_record(with_end(prefix, ".json"), remedy)
-    defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
+    defaults = {field.name: field.default for field in fields(Request)}  # for older records
     for name, value in made_with_of(request).items():
         if made_with.get(name, defaults.get(name)) != value:
             raise DataError(
@@ -167,7 +168,7 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     _check_tokenizer(request, prefix, prepared, remedy)
 
     inputs = inputs_of(request)
-    if not old_inputs or not inputs:  # older records have none, nor has a dataset on the hub
+    if not old_inputs or not inputs:  # in older records, or for a dataset on the hub
         return prepared
     for name in sorted(old_inputs | inputs):
         if old_inputs.get(name) == inputs.get(name):
@@ -184,9 +185,9 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
 def _read_record(
     record: Path, remedy: str
 ) -> tuple[Prepared, dict[str, Any], dict[str, list[int]]]:
-    """Return the facts, the request and the input files of a record. Raises DataError."""
+    """Return a record's facts, request and input files. Raises DataError if it is not valid."""
     if not (record.is_file() or record.is_dir()):
-        raise DataError(f"{record} is no file; {remedy}")
+        raise DataError(f"{record} is not a file; {remedy}")
     try:
         content: dict[str, Any] = json.loads(record.read_text())
         made_with = dict(content["made_with"])
@@ -206,8 +207,8 @@ def _check_tokenizer(request: Request, prefix: Path, prepared: Prepared, remedy:
         raise DataError(f"{path} is not the tokenizer that wrote {prefix}.bin; {remedy}")
     if prepared.tokenizer_settings not in (None, tokenizer.settings):
         raise DataError(
-            f"files beside {path}, such as tokenizer_config.json, changed since {prefix}.bin; "
-            f"{remedy}"
+            f"files beside {path}, such as tokenizer_config.json, changed since {prefix}.bin "
+            f"was made; {remedy}"
         )
     if request.chat is not None:
         return
@@ -215,13 +216,13 @@ def _check_tokenizer(request: Request, prefix: Path, prepared: Prepared, remedy:
     begin = list(tokenizer.begin(request.add_bos_token))
     if begin != old_begin:
         raise DataError(
-            f"documents of {prefix}.bin begin with the tokens {old_begin}, and would now with "
-            f"{begin}; {remedy}"
+            f"documents of {prefix}.bin begin with the tokens {old_begin}, but would now begin "
+            f"with {begin}; {remedy}"
         )
 
 
 def made_with_of(request: Request) -> dict[str, Any]:
-    """Return the request as recorded: paths absolute, the chat template by its digest."""
+    """Return the request as recorded: with absolute paths and the chat template's digest."""
     made_with = asdict(request)
     made_with["inputs"] = [
         path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs
@@ -249,8 +250,8 @@ def made_with_of(request: Request) -> dict[str, Any]:
 def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
     """Return the template and turn ends of prepared conversations, to save in checkpoints.
 
-    The template is None if the prefixes have different ones. The result is None if no record has
-    any.
+    The template is None if the prefixes have different ones. Returns None if no record is of
+    conversations.
     """
     records = []
     for prefix in prefixes:
@@ -271,7 +272,7 @@ def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _chat_of(path: Path) -> dict[str, Any] | None:
-    """Return the chat template and turn ends of a record, None if it has none.
+    """Return the chat template and turn ends of a record; None if it has no template.
 
     Raises DataError for a broken record.
     """
@@ -296,9 +297,9 @@ def _chat_of(path: Path) -> dict[str, Any] | None:
 
 
 def inputs_of(request: Request) -> dict[str, list[int]]:
-    """Return size and change time, in ns, of the existing input files.
+    """Return the size and the change time, in ns, of each existing input file.
 
-    The standard library's files are not among them.
+    The standard library's files are not included.
     """
     existing_inputs = [path for path in request.inputs if Path(path).exists()]
     stats = {}
@@ -325,5 +326,5 @@ def tokenizer_of(request: Request, prefix: Path) -> str:
 
 
 def with_end(prefix: Path, end: str) -> Path:
-    """Return the path of a prefix with this ending."""
+    """Return the path that consists of a prefix and an ending."""
     return prefix.with_name(prefix.name + end)

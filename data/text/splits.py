@@ -48,7 +48,7 @@ class DocumentGroup(NamedTuple):
 
     split: str
     longer_than: int = 0
-    """Number of tokens that each document exceeds."""
+    """Number of tokens that every document of the group exceeds."""
     up_to: float = math.inf
     """Maximum number of tokens of a document."""
     share: float = 1.0
@@ -76,7 +76,7 @@ class DocumentGroup(NamedTuple):
 def document_groups(config: DataConfig) -> list[DocumentGroup]:
     """Return the groups of a file's documents, one split after the other.
 
-    Only training is blended by length, because the validation loss should be of all documents.
+    Only training is blended by length, because the validation loss should cover all documents.
     """
     groups = []
     for split, share in zip(SPLITS, split_shares(config.split), strict=True):
@@ -110,8 +110,8 @@ class TextFile:
     ) -> None:
         if os.path.exists(f"{prefix}{LOSS_MASK}.idx"):
             raise DataError(
-                f"{prefix} holds conversations, of which not all is learned "
-                f"({prefix}{LOSS_MASK}.idx); give --sft"
+                f"{prefix} holds conversations with a loss mask ({prefix}{LOSS_MASK}.idx), "
+                "which only --sft applies; give --sft"
             )
         # Absolute: GPTDataset names caches by the path as given.
         self.prefix = os.path.abspath(prefix)
@@ -132,7 +132,7 @@ class TextFile:
         if check and self.indexed.is_lumped:
             print(
                 f"note: {self.prefix}.idx has one document of {len(self.lengths):,} sequences: "
-                "each sequence is taken as a document",
+                "each sequence counts as a document",
                 file=sys.stderr,
             )
 
@@ -169,21 +169,22 @@ class TextFile:
         problem = (
             f'{self.prefix}: split "{self.config.split}" leaves the {group.split} split '
             f"{len(documents)} documents{group.lengths} with {tokens} tokens, but one sample "
-            f"takes {needed}"
+            f"needs {needed}"
         )
         if group.lengths:
             raise DataError(
-                f"{problem}; give --blend-by-length lengths that every file has, or leave it out"
+                f"{problem}; give --blend-by-length lengths that every file has, or leave out "
+                "--blend-by-length"
             )
         raise DataError(
-            f"{problem}; a split is of whole documents: give it a larger share (or 0, with "
-            "--eval-iters 0), more documents, or a smaller seq_length"
+            f"{problem}; splits consist of whole documents: give this split a larger share (or 0, "
+            "with --eval-iters 0), or give more documents or a smaller seq_length"
         )
 
     def _documents(self, group: DocumentGroup) -> np.ndarray:
         """Return the numbers of a group's documents, int32.
 
-        Splits are rounded as by BlendedMegatronDatasetBuilder.
+        Splits are rounded as BlendedMegatronDatasetBuilder rounds them.
         """
         shares = self._gpt_config(0, "").split_matrix[SPLITS.index(group.split)]
         begin, end = (round(share * len(self.lengths)) for share in shares)
@@ -243,7 +244,7 @@ class TextFile:
         megatron = megatron_core()
         return megatron.GPTDataset(
             self.dataset,
-            self.prefix + group.lengths,  # it names a cache by this and the split
+            self.prefix + group.lengths,  # caches are named by this and the split
             self._documents(group),
             None,
             megatron.Split(SPLITS.index(group.split)),
@@ -275,7 +276,8 @@ class TextFile:
                 # numpy reads any other file as a pickle, and GPTDataset allows it to execute code
                 if file.read(6) != b"\x93NUMPY":
                     raise DataError(
-                        f"{path} is not a numpy array; remove {folder}, which is then written anew"
+                        f"{path} is not a numpy array; remove {folder}, and the next run writes it "
+                        "again"
                     )
         if self.writes:
             check_digests(folder)
@@ -307,7 +309,7 @@ class TextFile:
 
     def _write_cache(self, folder: Path) -> None:
         try:
-            # A second run waits for the first, which takes no longer than writing its own would.
+            # A second run waits until the first has written the cache, and need not write it again.
             with owned(folder.parent, folder.name, wait=True):
                 if folder.is_dir():
                     return

@@ -20,7 +20,7 @@ from runtime.signals import end_with_parent, signals_later
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 22
 DROPPED = "dropped"
-"""Key of the number of tokens that are lost because the vocabulary lacks them."""
+"""Key of the counter of tokens that are dropped because the vocabulary lacks them."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -34,17 +34,17 @@ class Tokens:
     lengths: np.ndarray
     """Number of tokens of each document, int32."""
     learned: np.ndarray | None = None
-    """1 for each token with a loss, uint8 [T]; None if all tokens have one."""
+    """Loss mask, uint8 [T]: 1 for each token that carries loss; None if all tokens do."""
     counts: Counter[str] = field(default_factory=Counter)
     refused: Sequence[str] = ()
-    """Messages on documents that could not be used, one line each."""
+    """Messages about documents that could not be used, one line each."""
 
 
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Concatenate documents, int64 each; return the `ids` and `lengths` of `Tokens`.
 
-    Raises DataError: an id outside of the tokenizer's vocabulary, which the file's dtype would
-    silently wrap.
+    Raises DataError if an id is outside the tokenizer's vocabulary: in the file's dtype it would
+    silently wrap around.
     """
     ids = np.concatenate([np.zeros(0, np.int64), *documents])
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
@@ -93,7 +93,7 @@ def in_order(
     """Yield work(item) for each item, in order, from `workers` processes; 1 means this process.
 
     At most 2 items per process are read ahead, so that memory stays bounded if the consumer is
-    slower. The processes end with this one, even if it is killed. Raises StoppedError: a process
+    slower. The processes end with this one, even if it is killed. Raises StoppedError if a process
     was killed.
     """
     if workers == 1:
@@ -111,7 +111,8 @@ def in_order(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise StoppedError(
-            f"one of {workers} processes was killed, perhaps for memory; give fewer --workers"
+            f"one of {workers} processes was killed, perhaps for lack of memory; "
+            "give fewer --workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

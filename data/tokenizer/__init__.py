@@ -28,7 +28,7 @@ __all__ = [
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     """Load a tokenizer: `.model` is sentencepiece, `.json` Hugging Face.
 
-    Raises DataError: the file is missing, damaged, of another kind, or has no end-of-text token.
+    Raises DataError if the file is missing, damaged, of another kind, or has no end-of-text token.
     """
     suffix = Path(path).suffix
     if suffix == ".model":

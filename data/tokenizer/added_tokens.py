@@ -1,8 +1,8 @@
-"""Added tokens of Hugging Face tokenizers: their flags, their order, and which no text may spell.
+"""Added tokens of Hugging Face tokenizers: flags, order, and which of them no text may spell.
 
-The order in which tokens are added gives new ones their ids, so it follows transformers exactly:
-first those that the files list by id, then the special tokens with a name, in the order of NAMES,
-then the ones without a name.
+New tokens get their ids in the order in which they are added, so this order is exactly that of the
+transformers library: first the tokens that the files list by id, then the special tokens with a
+name, in the order of NAMES, then those without a name.
 """
 
 import json
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that every tokenizer may name, in the order in which they are added."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Flags of an added token."""
+"""Flags of an added token, named as in tokenizers.AddedToken."""
 
 
 def added_token(token: Any) -> "AddedToken":
     """Return a token of a configuration with its flags; a plain string is a special token.
 
-    Raises TypeError.
+    Raises TypeError if the token is neither a string nor an object.
     """
     from tokenizers import AddedToken
 
@@ -42,12 +42,12 @@ def text_of_token(token: Any) -> str:
 def listed_tokens(
     numbers: Mapping[str, int], special: set[str], entries: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, "AddedToken"]:
-    """Return added tokens by id.
+    """Merge the added tokens of added_tokens.json and tokenizer.json; return them keyed by id.
 
     Args:
-        numbers: ids by text, of added_tokens.json.
+        numbers: ids in added_tokens.json, keyed by text.
         special: texts of special tokens.
-        entries: flags by id, of tokenizer.json; they override ``numbers``.
+        entries: flags in tokenizer.json, keyed by id; they override ``numbers``.
     """
     from tokenizers import AddedToken
 
@@ -63,7 +63,7 @@ def listed_tokens(
 def named_tokens(
     config: Mapping[str, Any], tokens_by_id: Mapping[int, "AddedToken"]
 ) -> dict[str, "AddedToken | str"]:
-    """Return the special tokens with a name, in the order in which transformers adds them."""
+    """Return the special tokens that have a name, keyed by name, in transformers' order."""
     by_text = {text_of_token(token): token for token in tokens_by_id.values()}
     values = dict(config)
     if isinstance(extra := config.get("extra_special_tokens"), dict):
@@ -94,8 +94,8 @@ def add_missing(
 ) -> None:
     """Add the tokens that the backend lacks, in transformers' order.
 
-    Tokens of ``tokens_by_id`` with other flags than the backend's replace those; special tokens are
-    only added if missing.
+    A token of ``tokens_by_id`` replaces the backend's if their flags differ; special tokens are
+    added only if missing.
     """
     present_tokens = backend.get_added_tokens_decoder().values()
     unchanged = {repr(token) for token in present_tokens}
@@ -134,10 +134,10 @@ def control_tokens(
     words: Mapping[str, int],
     ends: Iterable[int],
 ) -> frozenset[str]:
-    """Return the texts of added tokens that no document may be tokenized to.
+    """Return the texts of the added tokens that no text of a document may become.
 
-    A pad token (or another name) that is only an ordinary word of the vocabulary, such as "!", is
-    not among them.
+    A pad token (or another named one) that is only an ordinary word of the vocabulary, such as "!",
+    is not among them.
     """
     added_tokens = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     file_tokens = [*entries.values(), *(config.get("added_tokens_decoder") or {}).values()]
@@ -156,7 +156,7 @@ def control_tokens(
 
 
 def unknown_id(backend: "Tokenizer", content: bytes) -> int | None:
-    """Return the id of the unknown token, None if the vocabulary has none."""
+    """Return the id of the unknown token; None if the vocabulary has none."""
     if type(backend.model).__name__ == "Unigram":
         unknown: int | None = json.loads(content)["model"].get("unk_id")
         return unknown
@@ -164,9 +164,9 @@ def unknown_id(backend: "Tokenizer", content: bytes) -> int | None:
 
 
 def backend_with_unknown(backend: "Tokenizer") -> "Tokenizer | None":
-    """Return a copy that writes a token for dropped text, None if nothing is dropped.
+    """Return a copy that writes a token for each dropped character; None if none is dropped.
 
-    A BPE drops characters for which it has neither a piece, nor bytes, nor an unknown token.
+    A BPE tokenizer drops characters for which it has no piece, no bytes and no unknown token.
     """
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import ByteLevel

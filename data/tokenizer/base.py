@@ -14,21 +14,21 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 AddBos = Literal["auto", "always", "never"]
-"""Choice of the begin token before a text; auto adds it if the tokenizer does so by itself."""
+"""Policy for a begin token before each text; "auto" adds one if the tokenizer does so by itself."""
 
 
 class Tokenizer(ABC):
     """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
     pad = -1
-    """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk)
-    would silently drop real tokens from the loss. No token has id -1."""
+    """Padding id, which no token has. GPTDataset masks every label equal to it: a real id (many
+    tokenizers reuse eod or unk) would silently drop real tokens from the loss."""
     bos: int | None = None
-    """Id that begins a text; None without one."""
+    """Id of the token that begins a text; None without such a token."""
     before: tuple[int, ...] = ()
-    """Ids that the tokenizer adds before a text by itself."""
+    """Ids of the tokens that the tokenizer adds before a text by itself."""
     after: tuple[int, ...] = ()
-    """Ids that the tokenizer adds after a text by itself."""
+    """Ids of the tokens that the tokenizer adds after a text by itself."""
     settings: str | None = None
     """Digest of the settings in files next to the tokenizer; None if no such file is read."""
     unknown: int | None = None
@@ -39,7 +39,7 @@ class Tokenizer(ABC):
         self.path = path
         self.vocab_size = vocab_size
         self.eod = eod
-        # By content, not path: a retrained tokenizer at the same path must not reuse the old
+        # By content, not by path: a retrained tokenizer at the same path must not reuse the old
         # caches.
         self.sha256 = sha256(content)
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
@@ -47,7 +47,7 @@ class Tokenizer(ABC):
         )
 
     def __reduce__(self) -> tuple[Any, tuple[type["Tokenizer"], str]]:
-        # By path: a process that is sent a tokenizer with every batch reads its file once.
+        # Pickle only the path, so a process that gets a tokenizer with every batch reads it once.
         return _loaded_once, (type(self), self.path)
 
     @abstractmethod
@@ -57,15 +57,15 @@ class Tokenizer(ABC):
     def begin(self, add_bos_token: AddBos = "auto") -> tuple[int, ...]:
         """Return the ids to put before a text.
 
-        Raises DataError: always, and the tokenizer has no begin token.
+        Raises DataError if add_bos_token is "always" but the tokenizer has no begin token.
         """
         if add_bos_token == "never":
             return ()
         if add_bos_token == "always" and not self.before:
             if self.bos is None:
                 raise DataError(
-                    f"add_bos_token is always, and {self.path} names no bos_token; name one, "
-                    "or leave it out"
+                    f'add_bos_token is "always", but {self.path} has no bos_token; use a tokenizer '
+                    "with one, or leave out --add-bos-token"
                 )
             return (self.bos,)
         return self.before
@@ -76,13 +76,13 @@ class Tokenizer(ABC):
         return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
 
     def missing(self, entries: int, token: int) -> str | None:
-        """Return a message if the tokenizer has a token and a model of `entries` lacks it."""
+        """Return an error message if the tokenizer has a token that a model of `entries` lacks."""
         if not entries <= token < self.vocab_size:
             return None
         return (
-            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, and the "
-            f"model's vocab_size is {entries}, so that it has no embedding for it; take it out of "
-            "the data"
+            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, but the "
+            f"model's vocab_size is {entries}, so the model has no embedding for it; remove the "
+            "token from the data"
         )
 
     def name_of(self, token: int) -> str:
@@ -91,19 +91,19 @@ class Tokenizer(ABC):
         return f"{token} ({text!r})" if text else str(token)
 
     def dropped(self, text: str, special: bool = False) -> int:
-        """Return the number of tokens that a text loses.
+        """Return the number of tokens missing from a text because some characters are dropped.
 
-        A vocabulary without a token for a character, nor one for the unknown, drops it.
+        A character is dropped if the vocabulary has neither a token for it nor an unknown token.
 
         Args:
             text: the text.
-            special: special tokens spelled out in it count as such.
+            special: True if special tokens spelled out in the text count as special.
         """
         return 0
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of `ids`, without special tokens unless `special` and they have one."""
+        """Return the text of `ids`; special tokens that have a text appear only with `special`."""
 
 
 @cache
@@ -124,12 +124,12 @@ def undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
         reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", lines)[:200]  # without sentencepiece's prefix
         hint = f" ({reason})" if reason else ""
         raise DataError(
-            f"{path} is no {kind} or is damaged{hint}; copy or train it again"
+            f"{path} is not a {kind} or is damaged{hint}; copy or train it again"
         ) from error
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a tokenizer's file. Raises DataError."""
+    """Return the content of a tokenizer's file. Raises DataError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

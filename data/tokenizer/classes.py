@@ -1,9 +1,9 @@
 """Tokenizer classes of transformers 5.24, as tables and builders.
 
-A tokenizer of transformers' general class is its tokenizer.json. The others here take the
-vocabulary and the merges from it and build everything else themselves, so that a normalizer or
-pre-tokenizer of the file does not count. tests/data/test_tokenizer_families.py compares tables and
-ids with the installed transformers.
+For the library's general class, tokenizer.json defines the whole tokenizer. The other classes here
+take only the vocabulary and the merges from it and build everything else themselves, so a
+normalizer or pre-tokenizer in the file has no effect. tests/data/test_tokenizer_families.py
+compares tables and ids with the installed transformers.
 """
 
 import tomllib
@@ -54,13 +54,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
     "Qwen3_5Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
 }
-"""Settings of a class that tokenizer_config.json does not name."""
+"""Default settings of each class; entries of tokenizer_config.json override them."""
 
 
 def class_of(
     path: Path, config: Mapping[str, Any], model: Mapping[str, Any], *, has_bytes: bool
 ) -> str | None:
-    """Return the class that rebuilds a tokenizer, None if its tokenizer.json is used.
+    """Return the class that rebuilds a tokenizer; None if its tokenizer.json is used as it is.
 
     The rules are those of transformers' AutoTokenizer, for folders without code.
 
@@ -68,9 +68,9 @@ def class_of(
         path: the tokenizer.json, for messages.
         config: its tokenizer_config.json.
         model: the model's config.json.
-        has_bytes: the tokenizer.json is byte-level, which a LlamaTokenizer is not.
+        has_bytes: True if the tokenizer.json is byte-level, which a LlamaTokenizer is not.
 
-    Raises DataError: tokenizer_class is a class that is not followed here.
+    Raises DataError if tokenizer_class is a class that is not supported here.
     """
     declared_class = config.get("tokenizer_class") or model.get("tokenizer_class")
     model_type = model.get("model_type")
@@ -86,9 +86,9 @@ def class_of(
         return registered_class
     if class_name in NOT_READ:
         raise DataError(
-            f"{path.with_name('tokenizer_config.json')} has tokenizer_class {name}, with which "
-            "transformers builds a tokenizer that is not followed here; set it to "
-            f"PreTrainedTokenizerFast if {path.name} alone is meant"
+            f"{path.with_name('tokenizer_config.json')} has tokenizer_class {name}, which "
+            "transformers builds in a way that is not supported here; set it to "
+            f"PreTrainedTokenizerFast if {path.name} alone defines the tokenizer"
         )
     return class_name if class_name in BUILDERS else None
 

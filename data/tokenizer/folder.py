@@ -3,13 +3,14 @@
 A tokenizer.json is only a part of such a tokenizer. transformers (5.24, AutoTokenizer) also reads:
 
 * tokenizer_config.json: the class, its settings, and added tokens with flags of their own;
-* special_tokens_map.json and added_tokens.json, if that one has no ``added_tokens_decoder``;
+* special_tokens_map.json and added_tokens.json, if tokenizer_config.json has no
+  ``added_tokens_decoder``;
 * config.json, whose model_type overrides some classes.
 
 Some classes keep only vocabulary, merges and post-processor of the tokenizer.json, and build the
 rest themselves (data/tokenizer/classes.py). Code of a model's repository is never run. A setting
-that changes ids and is not followed here is refused by its name: other ids than those of the model
-would train without an error.
+that changes ids but is not supported here is refused by name: training with other ids than the
+model's would cause no error.
 """
 
 import json
@@ -39,17 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedFolder:
-    """A tokenizer as transformers has it after loading."""
+    """A tokenizer as the transformers library would have loaded it from the folder."""
 
     backend: "Tokenizer"
     named: dict[str, str]
-    """Texts of special tokens by name, such as eos_token."""
+    """Texts of special tokens, keyed by name, such as eos_token."""
     control: frozenset[str]
     """Added tokens that no text may spell: special ones, ends of texts and turns, and
     ``chat_control_tokens``.
     """
     ends: tuple[int, ...]
-    """Ids of eos_token_id in generation_config.json and config.json."""
+    """Ids of end-of-text tokens: eos_token_id in generation_config.json and config.json."""
     settings: dict[str, Any]
     """Settings that change ids, from files next to tokenizer.json: class, flags of added tokens,
     begin and end tokens.
@@ -59,8 +60,8 @@ class LoadedFolder:
 def load_folder(path: Path, content: bytes) -> LoadedFolder:
     """Load a tokenizer.json with this content, and the files next to it.
 
-    Raises DataError: a file is no JSON object, or has a setting that is not followed here; names
-    the field. Other exceptions are the tokenizers library's for a damaged tokenizer.json.
+    Raises DataError, naming the file, if one is not a JSON object or has a setting that is not
+    supported here. For a damaged tokenizer.json the tokenizers library raises other exceptions.
     """
     from tokenizers import Tokenizer
 
@@ -78,7 +79,7 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
         config = DEFAULTS[class_name] | config
         backend = _rebuilt(class_name, config, tokenizer)
 
-    entries = {}  # added tokens of tokenizer.json by id
+    entries = {}  # added tokens of tokenizer.json, keyed by id
     for entry in tokenizer.get("added_tokens") or []:
         entries[entry["id"]] = {name: value for name, value in entry.items() if name != "id"}
     tokens_by_id = _listed(path, config, entries)
@@ -87,10 +88,10 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
     words = backend.get_vocab(with_added_tokens=False)
     add_missing(backend, tokens_by_id, [*special.values(), *unnamed_tokens])
 
-    if class_name == "Qwen2Tokenizer":  # it adds all of them again, without their flags
+    if class_name == "Qwen2Tokenizer":  # this class adds all special tokens again, without flags
         tokens = (*special.values(), *unnamed_tokens)
         backend.add_tokens([added_token(text_of_token(token)) for token in tokens])
-    if class_name == "GPTNeoXTokenizer":  # it drops what the tokenizer.json adds
+    if class_name == "GPTNeoXTokenizer":  # this class ignores the post-processor in tokenizer.json
         backend.post_processor = None
 
     texts = {name: text_of_token(token) for name, token in special.items()}
@@ -107,7 +108,7 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
 def json_beside(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """Return the JSON object in a file next to the tokenizer; {} if there is no such file.
 
-    Raises DataError.
+    Raises DataError if the file cannot be read or is not a JSON object.
     """
     file = Path(path).with_name(name)
     try:
@@ -121,8 +122,8 @@ def json_beside(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
 def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the tokenizer_config.json next to a tokenizer.json; {} if there is none.
 
-    As in transformers, special_tokens_map.json overrides it if it has no added_tokens_decoder.
-    Raises DataError.
+    As in transformers, entries of special_tokens_map.json override it if it has no
+    added_tokens_decoder. Raises DataError like `json_beside`.
     """
     config = json_beside(path, "tokenizer_config.json")
     unnamed_tokens = config.pop("additional_special_tokens", None)
@@ -145,7 +146,7 @@ def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, such as eos_token."""
+    """Return the special tokens of a tokenizer_config.json, keyed by name, such as eos_token."""
     texts = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -155,7 +156,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _refuse_unread(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise DataError for settings that change ids and are not followed here."""
+    """Raise DataError for settings that change ids but are not supported here."""
     config_file = path.with_name("tokenizer_config.json")
     auto_map = config.get("auto_map")
     if isinstance(auto_map, list) or (isinstance(auto_map, dict) and auto_map.get("AutoTokenizer")):
@@ -166,18 +167,18 @@ def _refuse_unread(path: Path, config: Mapping[str, Any]) -> None:
     for name in ("split_special_tokens", "fix_mistral_regex"):
         if config.get(name):
             raise DataError(
-                f"{config_file} has {name}, which is not followed here; save the tokenizer with it "
-                "applied, or remove it"
+                f"{config_file} has {name}, which is not supported here; save the tokenizer with "
+                f"{name} applied, or remove {name}"
             )
 
 
 def _is_bpe(
     path: Path, class_name: str, config: Mapping[str, Any], tokenizer: Mapping[str, Any]
 ) -> bool:
-    """Return whether a tokenizer.json has the merges that a class builds itself from.
+    """Return whether a tokenizer.json has the merges from which a class builds the tokenizer.
 
-    A custom tokenizer, such as one of words, beside a model whose usual class is BPE, is its
-    tokenizer.json. Raises DataError: the configuration names the class for it.
+    A custom tokenizer without merges, such as one of words, is used as it is, even if the model's
+    usual class is BPE. Raises DataError if tokenizer_config.json names the class nevertheless.
     """
     model = tokenizer["model"]
     if model.get("type", "BPE") == "BPE" and "merges" in model:
@@ -185,7 +186,7 @@ def _is_bpe(
     if str(config.get("tokenizer_class", "")).removesuffix("Fast") == class_name:
         raise DataError(
             f"{path.with_name('tokenizer_config.json')} has tokenizer_class {class_name}, which is "
-            f"BPE, and {path} is {model.get('type')}; set tokenizer_class to "
+            f"BPE, but {path} is {model.get('type')}; set tokenizer_class to "
             "PreTrainedTokenizerFast"
         )
     return False
@@ -194,10 +195,7 @@ def _is_bpe(
 def _rebuilt(
     class_name: str, config: Mapping[str, Any], tokenizer: Mapping[str, Any]
 ) -> "Tokenizer":
-    """Build the tokenizer of a class that takes only parts of the file.
-
-    They are vocabulary, merges and post-processor.
-    """
+    """Build a class's tokenizer from the file's vocabulary, merges and post-processor."""
     from tokenizers import Tokenizer
 
     model = tokenizer["model"]
@@ -216,7 +214,7 @@ def _rebuilt(
 def _listed(
     path: Path, config: Mapping[str, Any], entries: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, "AddedToken"]:
-    """Return added tokens by id: those of tokenizer_config.json, or else of all other files."""
+    """Return added tokens, keyed by id, from tokenizer_config.json or else from the other files."""
     if "added_tokens_decoder" not in config:
         special = {text for name, text in special_tokens(config).items() if name in NAMES}
         special |= {text_of_token(token) for token in tokens_without_name(config)}
@@ -236,7 +234,7 @@ def _listed(
 def _end_ids(path: Path, model: Mapping[str, Any]) -> list[int]:
     """Return the ids of eos_token_id in generation_config.json and config.json.
 
-    Those of a multimodal model's text part too.
+    The ids of a multimodal model's text part are included.
     """
     configs = [json_beside(path, "generation_config.json"), model]
     if isinstance(text_config := model.get("text_config"), dict):
@@ -258,7 +256,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the settings from which the digest in the record of prepared data is computed.
 
-    Order and keys are part of the digest: data prepared earlier would be refused after a change.
+    Keep their order and keys: they change the digest, and data prepared earlier would be refused.
     """
     settings: dict[str, Any] = {"class": class_name}
     if class_name is not None:

@@ -23,7 +23,7 @@ from runtime.files import sha256
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
 _KIND = "Hugging Face tokenizer.json"
 Span = tuple[int, int]
-"""Characters [begin, end) of a text."""
+"""Character range [begin, end) in a text."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -49,7 +49,7 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab_size = max(ids, default=-1) + 1
         if vocab_size > 10 * len(ids) + 1000:
             raise DataError(
-                f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy "
+                f"{path} has id {vocab_size - 1}, but only {len(ids)} entries; it is damaged: copy "
                 "it again"
             )
         eod = self._end_of_text(path, folder.named.get("eos_token"))
@@ -57,7 +57,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.settings = sha256(json.dumps(folder.settings))
 
         self.before, self.after = self._added_around()
-        # With it, a token's offsets include its leading space.
+        # With this post-processor, a token's offsets include its leading space.
         self._backend.post_processor = ByteLevel(trim_offsets=False)
         self._guard(folder.control)
         if "bos_token" in folder.named:
@@ -67,7 +67,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._with_unknown = backend_with_unknown(self._backend)
 
     def _end_of_text(self, path: str | os.PathLike[str], named: str | None) -> int:
-        """Return the id of the end-of-text token. Raises DataError."""
+        """Return the id of the end-of-text token. Raises DataError if there is none."""
         ends = _KNOWN_ENDS if named is None else (named, *_KNOWN_ENDS)
         for end in ends:
             token = self._backend.token_to_id(end)
@@ -91,7 +91,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(encoding.ids[: positions[0]]), tuple(encoding.ids[positions[-1] + 1 :])
 
     def _guard(self, control: frozenset[str]) -> None:
-        """Let no text of a document become a control token, whatever flag its entry has."""
+        """Keep document text from being encoded as control tokens.
+
+        This includes control tokens that the tokenizer's file does not flag as special.
+        """
         added_tokens = self._backend.get_added_tokens_decoder()
         control |= {token.content for number, token in added_tokens.items() if number == self.eod}
         control_tokens = [token for token in added_tokens.values() if token.content in control]
@@ -105,7 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.added = _any_of(token.content for token in added_tokens.values())
         """Matches the text of every added token."""
         self.added_ids = frozenset(added_tokens)
-        """Ids of the tokens that no text is merged into."""
+        """Ids of all added tokens."""
 
         self._stripping: set[int] = set()
         self._by_encoding: set[str] = set()
@@ -115,7 +118,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if token.normalized or token.single_word:
                 self._by_encoding.add(token.content)
         self.spelled = self.search_for(())
-        """Returns the control token that a text would spell, None if it spells none."""
+        """Returns the first control token that a text spells; None if there is none."""
 
     def tokenize(self, text: str) -> list[int]:
         with undamaged(self.path, _KIND):
@@ -124,16 +127,16 @@ class HuggingFaceTokenizer(Tokenizer):
         ids: list[int] = encoding.ids
         if self.eod in ids:
             raise DataError(
-                f"a text spells {self._backend.id_to_token(self.eod)!r}, which {self.path} has as "
-                "a word too, so that it would end the document; remove it from the text"
+                f"a text spells {self._backend.id_to_token(self.eod)!r}, which is also a word of "
+                f"{self.path}, so it would end the document; remove it from the text"
             )
         return ids
 
     def tokenize_special(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return ids and spans of a text in which special tokens count as such.
+        """Return the ids and spans of a text, with special tokens in it read as special.
 
-        The span of a token that takes white space around it (lstrip, rstrip) is that of its own
-        text.
+        If a token takes the white space around it (lstrip, rstrip), its span excludes that white
+        space.
         """
         with undamaged(self.path, _KIND):
             self._backend.encode_special_tokens = False
@@ -169,8 +172,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def search_for(self, texts: Iterable[str]) -> Callable[[str], str | None]:
         """Return a function that finds a control token, or one of ``texts``, in a text.
 
-        It returns the first one, or None. A token that is matched in normalized text, or as a
-        whole word alone, is searched by encoding the text.
+        That function returns the first one, or None. A token that is matched in normalized text, or
+        only as a whole word, is searched by encoding the text.
         """
         tokens = self._control.union(texts)
         pattern = _any_of(tokens)

@@ -20,7 +20,7 @@ _KIND = "sentencepiece model"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`. Those of `train_tokenizer` round-trip every text exactly."""
+    """A sentencepiece `.model`; a model of `train_tokenizer` round-trips every text exactly."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         import sentencepiece
@@ -42,7 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._mark = mark if all(self._model.is_byte(token) for token in mark) else None
 
     def _set_added(self, config: dict[str, Any]) -> None:
-        """Set the tokens around a text from tokenizer_config.json; the model file has none."""
+        """Set the tokens around a text from tokenizer_config.json; the model does not name them."""
         if config.get("add_bos_token") and self.bos is not None:
             self.before = (self.bos,)
         if config.get("add_eos_token"):
@@ -72,8 +72,8 @@ def train_tokenizer(
     added or removed, and bytes spell characters that no piece covers. The same texts give the same
     file, byte for byte; it is written atomically.
 
-    Raises DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for
-    the 256 bytes.
+    Raises DataError if there is no text, or if `vocab_size` is too small for the 256 bytes or
+    larger than the texts can fill.
     """
     import sentencepiece
 
@@ -91,7 +91,7 @@ def train_tokenizer(
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            # Beyond these bounds it names no bound in its error, or takes gigabytes.
+            # Beyond these limits sentencepiece's error names no limit, or it takes gigabytes.
             vocab_size=min(max(vocab_size, 2), 1 << 24),
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -106,7 +106,7 @@ def train_tokenizer(
             eos_piece=END_OF_TEXT,
             bos_id=-1,
             pad_id=-1,
-            # The model file records the number, so it must not depend on the machine.
+            # The model file records num_threads, so it must not depend on the machine.
             num_threads=1,
             minloglevel=2,
         )
@@ -128,7 +128,7 @@ def train_tokenizer(
 def to_train_on(texts: Iterable[str]) -> Iterator[str]:
     """Yield the first 8 million characters of texts.
 
-    A few thousand merges settle on them, within about a second.
+    They suffice to train a few thousand merges, and take about a second.
     """
     characters = 8_000_000
     for text in texts:

@@ -1,9 +1,9 @@
-"""Fine-tune on packed chats by TRL's SFTTrainer, each sequence on two ranks.
+"""Fine-tune on packed chats with TRL's SFTTrainer, each sequence on two ranks.
 
 torchrun --nproc-per-node 4 -m docs.examples.finetune_chats  # 2 groups of 2 ranks for a sequence
 torchrun --nproc-per-node 1 -m docs.examples.finetune_chats  # the same losses
 
-Only the tokens of answers have a loss.
+Only the tokens of answers carry loss.
 """
 
 import os
@@ -48,7 +48,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chats(count: int) -> Dataset:
-    """Return chats in which a user counts and the assistant goes on."""
+    """Return chats in which a user counts and the assistant continues."""
     rows = []
     for i in range(count):
         user = [NUMBERS[(i + j) % 10] for j in range(2 + i % 5)]

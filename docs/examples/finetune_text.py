@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 4 -m docs.examples.finetune_text  # 2 groups of 2 ranks for a sequence
 torchrun --nproc-per-node 1 -m docs.examples.finetune_text  # the same losses
 
-With the installed package, its name stands for `parallel`. The model and its text are made on the
-spot, and small.
+With the installed package, use its name in place of `parallel`. The model and its text are small,
+and made on the spot.
 """
 
 import os
@@ -52,7 +52,7 @@ def made_model() -> PreTrainedModel:
 
 
 def documents(count: int) -> list[dict[str, list[int]]]:
-    """Return documents of several lengths, a letter a token."""
+    """Return documents of several lengths, with one token per letter."""
     samples = []
     for index in range(count):
         text = TEXT[5 * index :] + TEXT
@@ -94,7 +94,7 @@ def trained(
     trainer = kind(
         made_model(),
         arguments,
-        # documents one after the other, with positions that begin again
+        # concatenates documents, and restarts positions at each
         DataCollatorWithFlattening(),
         documents(20),
         documents(7),

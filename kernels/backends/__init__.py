@@ -39,6 +39,6 @@ else:  # read at run time as the choices of a flag
 
 
 def listed(names: dict[str, Backend]) -> str:
-    """List the names of these backends in words."""
+    """List auto and the names of these backends in words, for a message."""
     *first, last = ["auto", *names]
     return f"{', '.join(first)} or {last}"

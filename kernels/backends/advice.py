@@ -7,7 +7,7 @@ from kernels.gpu import Gpu, version_of
 
 
 def native_version(gpu: Gpu) -> FlashAttention | None:
-    """Return the FlashAttention version that was written for this GPU."""
+    """Return the FlashAttention version that was written for this GPU; None if there is none."""
     for backend in SOFTMAX.values():
         if isinstance(backend, FlashAttention) and backend.native == gpu.capability[0]:
             return backend
@@ -31,9 +31,9 @@ def describe_kernel(kernel: str, gpu: Gpu) -> str:
 def warning(
     kernel: str, gpu: Gpu, requested: str = "auto", *, documents: bool = False, head_dim: int = 128
 ) -> str | None:
-    """Warn of a kernel that is slower than another, or of a cuDNN older than torch's own.
+    """Return a warning about a kernel slower than another, or a cuDNN older than torch's own.
 
-    The message states the factor and the fix.
+    The warning states how much slower the kernel is, and the fix; None if nothing is wrong.
 
     Args:
         kernel: the backend that runs; ``requested`` is the backend named in the configuration.

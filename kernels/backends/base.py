@@ -37,10 +37,11 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Forward and backward pass of one tile, or ``tiled``, which replaces them.
+    """Kernels of an attention backend.
 
-    ``forward`` maps (q, k, v, causal, scale) to (out, lse). ``tiled`` takes all tiles at once,
-    ``packed`` takes all small tiles at once; other tiles are computed one by one.
+    ``forward`` and ``backward`` compute one tile at a time; ``packed``, if set, computes all small
+    tiles in one call; ``tiled``, if set, computes all tiles in one call and replaces the others.
+    ``forward`` maps (q, k, v, causal, scale) to (out, lse).
     """
 
     name: str
@@ -57,7 +58,7 @@ SIMULATED_SLAB = Setting[SlabKernel]()
 
 
 def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
-    """Return a kernel's forward and backward, or None if it has none."""
+    """Return a kernel's forward and backward functions; None if it has no such functions."""
     if kernel is None or kernel.forward is None or kernel.backward is None:
         return None
     return kernel.forward, kernel.backward
@@ -70,7 +71,7 @@ class Backend:
     title: str = ""
     """Name of the backend in text, if it differs from the flag's value."""
     rate_name: str = ""
-    """Name of the backend in a cluster file's ``<name>_fraction``, if it differs."""
+    """Name of the backend in a cluster file's ``<name>_fraction``, if it differs from ``name``."""
     shares: ClassVar[Shares] = {}
     """Fraction of a GPU's peak FLOP/s that the backend reaches, forward and backward, keyed by GPU
     family; used if a cluster file gives none."""
@@ -102,7 +103,7 @@ class Backend:
         raise NotImplementedError
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return True if ``auto`` takes it for linear attention, and for supported delta rules."""
+        """Return True if ``auto`` may choose this backend for linear attention and delta rules."""
         return False
 
     def linear_scan(self) -> Scan:
@@ -114,7 +115,9 @@ class Backend:
         return None
 
     def delta_slab(self) -> SlabKernel:
-        """Return the delta rule's forward and backward over a slab (a range of chunks)."""
+        """Return the functions that run the delta rule forward and backward over a slab (a range
+        of chunks).
+        """
         raise NotImplementedError
 
 

@@ -6,7 +6,7 @@ from kernels.linear_scan import scan
 
 
 class Chunked(Backend):
-    """Matrix products in torch; memory and time are linear in the number of tokens."""
+    """Linear attention by matmuls in torch; memory and time are linear in the number of tokens."""
 
     name = "chunked"
     linear = True

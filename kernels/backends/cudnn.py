@@ -79,7 +79,7 @@ def cudnn_forward(
 
 def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
     """Compute the gradients through a tile with cuDNN."""
-    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # only dropout needs one
+    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # used only for dropout
     max_rows = rows.q.shape[1]
     max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(

@@ -71,7 +71,7 @@ class FlashAttention(GpuBackend):
 
     @cache  # a backend is one object for the whole process  # noqa: B019
     def problem(self) -> str | None:
-        """Return why this version cannot run, by activating it once; None if it can."""
+        """Try to activate this version once; return why it cannot run, or None if it can."""
         major, minor = gpu().capability
         if major not in self.capabilities:
             supported = " or ".join(f"{capability}.x" for capability in self.capabilities)
@@ -160,7 +160,7 @@ def flash_forward(
 
 def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
     """Compute the gradients through a tile with FlashAttention."""
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # only dropout needs one
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # used only for dropout
     max_rows = rows.q.shape[1]
     max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(
@@ -190,7 +190,7 @@ def packed_backward(
     """Compute the gradients through packed tiles with FlashAttention."""
     q, dout, out, lse = rows
     k, v = keys
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # only dropout needs one
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # used only for dropout
     out = out.to(q.dtype)
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
     return aten._flash_attention_backward(

@@ -12,7 +12,7 @@ MAX_KEY_DIM = 256
 class Triton(Backend):
     """Kernels that take lists of tiles at once, and fused scans.
 
-    On a GPU ``auto`` takes the scans for 16-bit inputs: in float32 torch's products are faster,
+    On a GPU ``auto`` takes the scans for 16-bit inputs: in float32 torch's matmuls are faster,
     since the kernels' state spills from registers, and TF32 is slow.
     """
 

@@ -1,6 +1,6 @@
 """Run the gated delta rule over a slab (a range of chunks) in torch, forward and backward.
 
-Token by token the rule is a chain of small products. Within a chunk of C tokens it unrolls to one
+Token by token the rule is a chain of small matmuls. Within a chunk of C tokens it unrolls to one
 triangular system (the WY form of a product of Householder-like factors; Yang et al. 2024,
 arXiv:2406.06484 and 2412.06464). A token changes the state by its own value minus the value that
 the state holds at its key. The state then consists of S, from before the chunk, and of the changes
@@ -13,7 +13,7 @@ decayed from token j to i, and T = (I + Diag(beta) a)^-1,
 
 where K_in and Q_in are decayed from the chunk's start to their token, and K_out from its token to
 the chunk's end. Everything that does not depend on S is computed for all chunks of the slab at
-once, in large products; only changes and S' go from chunk to chunk.
+once, in large matmuls; only changes and S' go from chunk to chunk.
 
 A decay is the exponential of a sum over just the tokens that it spans, never a quotient or a
 difference of sums, so a strong gate costs later tokens no precision.
@@ -108,7 +108,7 @@ def backward(
     Args:
         inputs: q, k, v, g and beta.
         dfinal: gradient of the state after the slab.
-        state: state before it ``[B, H, D, E]``.
+        state: state before the slab ``[B, H, D, E]``.
         gradients: tensors of the inputs' shapes, written.
     """
     *chunk_gradients, dstate = _gradients(_chunk_terms(*inputs), dout, dfinal, state)

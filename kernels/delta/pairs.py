@@ -1,7 +1,7 @@
 """Decayed products of all pairs of tokens in a chunk, and the inverse of a chunk's system.
 
 With one gate per head the decay between two tokens is a number, so all products of a chunk are one
-matrix product times a matrix of decays. With one gate per channel the decay is a vector for each
+matmul, multiplied by a matrix of decays. With one gate per channel the decay is a vector for each
 pair, ``[C, C, D]`` in all, many times as large as the inputs. The lower triangle is then divided
 into blocks of two halves instead. A vector of the later half is decayed from the block's middle to
 its token, and one of the earlier half from its token to the middle. Their product has the decay
@@ -97,7 +97,7 @@ def _channel_gates_backward(
 
 
 def _halves(g: Tensor) -> list[int]:
-    """Return half the width of each size of blocks that fill a chunk below its diagonal."""
+    """Return half the width of a block, for each size of blocks: 1, 2, ..., C / 2."""
     chunk = g.shape[-2]
     return [1 << level for level in range(chunk.bit_length() - 1)]
 

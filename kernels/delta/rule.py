@@ -7,11 +7,11 @@ then the value at k moves by the share beta towards the token's value (Yang, Kau
     S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_(t-1) + beta_t k_t v_t^T      o_t = S_t^T q_t
 
 The gate is one number per head, or one per channel of the key (Kimi Linear 2025, arXiv:2510.26692).
-Keys have norm 1 or less and queries are scaled before; with beta up to 2 no state grows.
+The caller scales the queries and gives keys of norm 1 or less; with beta up to 2, no state grows.
 
 The tokens are scanned in slabs (ranges of chunks): memory and time are linear in the number of
 tokens. A slab is computed by ``kernels.delta.chunks`` in torch or by ``kernels.triton.delta`` on a
-GPU. The states between slabs are saved; the backward recomputes everything else.
+GPU. The states between slabs are saved; the backward pass recomputes everything else.
 """
 
 import math
@@ -201,7 +201,7 @@ def empty_states(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:
-    """Split the tokens into slabs of whole chunks, whose temporaries fit a processor's cache."""
+    """Split the tokens into slabs of whole chunks, so that temporaries take little memory."""
     heads = v.shape[0] * v.shape[2]  # number of heads over all sequences
     chunks = CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS
     step = CHUNK * max(1, chunks // heads)

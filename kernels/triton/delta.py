@@ -86,7 +86,7 @@ def states_kernel(
     g,  # [B, T, H]
     k_solved,  # [R, N, C, D]
     state,  # [B, H, D, W]
-    states,  # [R, N, D, W], written: before each chunk
+    states,  # [R, N, D, W], written: the state before each chunk
     final,  # [B, H, D, W], written
     changes,  # [R, N, C, W], updated
     strides,
@@ -240,7 +240,7 @@ def slab_of(inputs: tuple[Tensor, ...], columns: int) -> DeltaSlab:
 
 
 class Solved(NamedTuple):
-    """Tensors of the forward that the backward reuses."""
+    """Results of ``solve``: the forward pass uses them, and the backward pass recomputes them."""
 
     inverse: Tensor
     """T ``[R, N, C, C]``."""

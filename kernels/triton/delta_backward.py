@@ -222,8 +222,8 @@ def keys_back_kernel(
     dqk,  # [R, N, C, C]
     dkk,  # [R, N, C, C]
     dgates,  # [R, N, C]
-    dq,  # [B, T, H, D], written: one per value head
-    dk,  # [B, T, H, D], written: one per value head
+    dq,  # [B, T, H, D], written: a gradient for each value head
+    dk,  # [B, T, H, D], written: a gradient for each value head
     dg,  # [B, T, H], written
     strides,
     T,
@@ -307,7 +307,7 @@ def backward(
 
     Args:
         dfinal: gradient of the state after the slab ``[B, H, D, E]``.
-        state: state before it.
+        state: state before the slab.
         gradients: float32 tensors of the inputs' shapes, written.
     """
     slab = slab_of(inputs, state.shape[-1])

@@ -1,8 +1,8 @@
 """Loads, decays and products of a chunk, for the Triton kernels of the gated delta rule.
 
-Operands are float32. For float32 inputs, and always in the inverse, a product is computed as three
-products in TF32, which lose no digit of float32. For 16-bit inputs one product in TF32 is enough:
-its error is smaller than their own rounding.
+Operands are float32. For float32 inputs, and always in the inverse, a matmul is computed as three
+matmuls in TF32, which lose no digit of float32. For 16-bit inputs one matmul in TF32 is enough: its
+error is smaller than the rounding of the inputs.
 
 Shapes as in ``kernels.triton.delta``. Names: ``b_`` is a block in registers; ``row`` is a sequence
 and head, ``chunk`` the index of a program's chunk among the chunks of all rows.
@@ -40,8 +40,8 @@ def chunk_of(g, strides, T, H, C: tl.constexpr):
     """Find the chunk of this program.
 
     Returns:
-        Its row, its index among all chunks, its slots ``[C]``, their tokens, which of them are
-        filled, and their gates.
+        The chunk's row, its index among all chunks, its slots ``[C]``, and for each slot the token,
+        True if it is filled, and the gate.
     """
     row = tl.program_id(1).to(tl.int64)
     chunk = row * tl.num_programs(0) + tl.program_id(0)
@@ -123,7 +123,8 @@ def inverse_of(lower, C: tl.constexpr, WIDEN: tl.constexpr):
     computed at once, in two products ``[C, C]``.
     """
     c = tl.arange(0, C)
-    # Below 2 h for two tokens in the same block of 2 h, and below h in the same half.
+    # The bits are below 2 h for two tokens of the same block of 2 h tokens, and below h for two
+    # tokens of the same half.
     differing_bits = c[:, None] ^ c[None, :]
     inverse = tl.where(differing_bits == 0, 1.0, 0.0) - tl.where(differing_bits == 1, lower, 0.0)
     half = 2

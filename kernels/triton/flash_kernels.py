@@ -5,10 +5,10 @@ tiles that touch it (``kernels.triton.work``). In each tile the steps in the mid
 and need no mask; they come first, then the steps before and after them, with a mask. So the inner
 loop, which has most of the work, has no comparisons.
 
-The forward is a running softmax (Rabe and Staats 2021; Dao 2023, FlashAttention-2): ``peak`` is the
-largest score so far, ``weight`` the sum of exp(score - peak) and ``total`` the same sum of values.
-It continues from running results in float32: out is a ``total``, and lse a ``peak`` with a
-``weight`` of 1. Exponentials are powers of two, which a GPU computes directly.
+The forward pass is a running softmax (Rabe and Staats 2021; Dao 2023, FlashAttention-2): ``peak``
+is the largest score so far, ``weight`` the sum of exp(score - peak) and ``total`` the sum of values
+with these weights. It continues from running results in float32: out is a ``total``, and lse a
+``peak`` with a ``weight`` of 1. Exponentials are powers of two, which a GPU computes directly.
 
 The backward pass has two kernels, one over rows for dq and one over columns for dk and dv, so that
 each program owns the numbers that it adds to. Nothing depends on the order in which programs run.
@@ -55,7 +55,7 @@ def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def visible(x, y, first, stop, low, high, other_stop):
-    """Return which pairs of tokens belong to a tile, ``[x, y]``; no y is below ``other_first``."""
+    """Return a mask ``[x, y]`` of the pairs in a tile; no y is below ``other_first``."""
     distance = y[None, :] - x[:, None]
     in_rows = ((x >= first) & (x < stop))[:, None]
     return in_rows & (y < other_stop)[None, :] & (distance >= low) & (distance <= high)
@@ -101,8 +101,8 @@ def forward_kernel(
     q,  # [B, T, H, D]
     k,  # [B, S, K, D]
     v,  # [B, S, K, D]
-    out,  # [B, T, H, D], continued
-    lse,  # [B, T, H], continued
+    out,  # [B, T, H, D], updated
+    lse,  # [B, T, H], updated
     blocks,
     entries,
     scale,

@@ -11,7 +11,7 @@ per chunk:
 2. ``carry_kernel`` goes through these states in order,
 3. ``scan_kernel`` computes the outputs from each segment's start.
 
-The backward is three scans of other tensors, see ``kernels.linear_attention``.
+The backward pass is three scans of other tensors (``kernels.linear_attention``).
 
 Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per
 chunk, S segments, N of which have a state of their own. Names: ``b_`` is a block in registers.
@@ -105,9 +105,9 @@ def scan_kernel(
 ):
     """Scan as in ``kernels.linear_scan.scan``; channels have stride 1.
 
-    With ``EACH``, segments have states of their own (``segments_of``): without ``OUTPUT`` what the
-    segment adds to the state, with ``OUTPUT`` the state with which it starts. Without ``EACH``,
-    segments are documents: a state enters the first and leaves the last.
+    With ``EACH``, segments have states of their own (``segments_of``): without ``OUTPUT`` the state
+    is the segment's contribution, with ``OUTPUT`` the state with which the segment starts. Without
+    ``EACH``, segments are documents: a state enters the first and leaves the last.
     """
     row = (tl.program_id(0) // segments).to(tl.int64)  # row of B * H
     batch = row // H
@@ -237,13 +237,13 @@ def parts_of(programs: int) -> int:
 class Segments(NamedTuple):
     """Tables of S segments, of which N have a state ``[B, H, N, D, E]``.
 
-    These are the segments of documents that are cut, of the first document and of the last.
+    A segment has a state if its document is cut, or if it is in the first or the last document.
     """
 
     bounds: Tensor
-    """int32 ``[2, S + 1]``: their cumulative lengths; the indices of their states, or -1."""
+    """int32 ``[2, S + 1]``: the segments' cumulative lengths; indices of their states, or -1."""
     steps: Tensor
-    """int32 ``[2, N + 1]``: lengths of segments with a state; 1 if a document starts with them."""
+    """int32 ``[2, N + 1]``: lengths of segments with a state; 1 if a segment starts a document."""
 
 
 @cached_on_device(64)  # packed documents differ from batch to batch; all layers share a step's
@@ -252,7 +252,7 @@ def segments_of(
 ) -> Segments:
     """Cut documents into at least ``min_segments`` segments of whole chunks, if there are enough.
 
-    N <= 2 * (min_segments + 1).
+    At most N = 2 * (min_segments + 1) of them have a state.
     """
     chunks = [-(-(end - first) // chunk) for first, end in pairwise(documents)]
     total_chunks = sum(chunks)

@@ -40,7 +40,7 @@ FAR = 1 << 30
 """A distance larger than that between any two tokens."""
 
 
-@cached_on_device(256)  # there are a few lists per round of a ring, and others in every micro-batch
+@cached_on_device(256)  # each round of a ring has a few lists, which differ in each micro-batch
 def work_of(
     tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -33,13 +33,13 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
     a head."""
 
     title = "Gemma 3"
-    # The four norms save their inputs in float32.
+    # Large, because the four norms save their inputs in float32.
     footprint = Footprint(fused_residual=13.0, gated=True)
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         attention = self.attention(layer, cores.softmax, qk_norm=self.head_norm)
         assert isinstance(attention.q_norm, ZeroCentredRMSNorm)
-        # attend divides scores by sqrt(D); this factor makes it sqrt(query_scalar)
+        # attend divides scores by sqrt(D); with this factor they are divided by sqrt(query_scalar)
         attention.q_norm.scale = math.sqrt(self.head_dim / self.query_scalar)
         return BothNormsLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size, "gelu"))
 
@@ -81,7 +81,7 @@ GEMMA3 = Family(
     title="a Gemma 3",
     architecture="Gemma3ForCausalLM",
     ours=Gemma3Config,
-    # These are transformers' defaults; published files leave out keys that have them.
+    # These are transformers' defaults; published files leave out keys with these values.
     fields={
         **fields(
             num_hidden_layers=26,

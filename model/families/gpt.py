@@ -105,7 +105,7 @@ GPT2 = Family(
     groups=(KeyGroup(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),
     fixed={"position_embedding_type": "learned_absolute"},
     only={
-        # These are three names of one function.
+        # These three are names of one function.
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
@@ -150,7 +150,7 @@ GPT2 = Family(
         ours_of=_transposed,
         theirs_of=_transposed,
     ),
-    # Old checkpoints include the causal mask, and those of the bare GPT2Model omit the prefix.
+    # Old checkpoints include the causal mask; checkpoints of the bare GPT2Model omit the prefix.
     derived=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
     prefix="transformer.",
 )

@@ -41,7 +41,7 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
     """Factor of the outputs of attention and feed-forward before they are added to the residual
     stream."""
     logits_scaling: float = 1.0
-    """Divide the logits by this number."""
+    """Divisor of the logits."""
 
     title = "Granite 3"
     footprint = Footprint(fused_residual=4.0, gated=True)
@@ -59,7 +59,7 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         query_scale = 1.0
-        if self.attention_multiplier is not None:  # cancels the 1 / sqrt(D) of attend
+        if self.attention_multiplier is not None:  # the root cancels attend's 1 / sqrt(D)
             query_scale = self.attention_multiplier * math.sqrt(self.head_dim)
         attention = self.attention(layer, cores.softmax, query_scale=query_scale)
         return ScaledLayer(self, attention, SwiGLU(self.hidden_size, self.ffn_size))

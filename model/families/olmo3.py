@@ -23,7 +23,7 @@ class Olmo3Config(LocalRopeConfig, RopePositionsConfig):
     model_type: str = "olmo3"
 
     title = "OLMo 3"
-    # Includes the inputs of the query and key norms.
+    # This number includes the inputs of the query and key norms.
     footprint = Footprint(fused_residual=5.0, gated=True)
     joint_qk_norm = True
 

@@ -45,17 +45,17 @@ class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
 
 
 def _no_rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Check that a file has no rope, and return no settings.
+    """Check that a config.json has no rope, and return no settings.
 
-    A missing rope_parameters does not mean no rope: transformers then rotates with base 10,000.
-    Only a base of null turns rope off.
+    A missing rope_parameters does not mean no rope, because transformers then rotates with base
+    10,000. Only a base of null turns rope off.
     """
     rope = hf.get("rope_parameters")
     has_null_base = isinstance(rope, dict) and rope.get("rope_theta", 0) is None
     if not has_null_base or hf.get("rope_theta") is not None:
         rest = (
-            ": transformers turns queries and keys by it, but here an OLMo Hybrid has no rope, as "
-            'in the released models; only {"rope_theta": null} is'
+            ": Longmesh's OLMo Hybrid has no rope, like the released models, but transformers "
+            'would rotate queries and keys; the only supported value is {"rope_theta": null}'
         )
         raise unsupported("rope_parameters", rope, rest)
     return {}
@@ -66,7 +66,7 @@ def _no_rope_to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
 
 
 def _sizes_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of layers with a delta rule; missing ones get transformers' defaults."""
+    """Return the sizes of layers with a delta rule; a missing size gets transformers' default."""
     heads = settings["num_attention_heads"]
     hidden_size = settings["hidden_size"]
     key_heads = entry(hf, "linear_num_key_heads", int, None) or heads
@@ -109,10 +109,11 @@ RELEASED = HYBRID_NAMES.renamed(
         {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
     ),
 )
-"""Names in the released files."""
+"""Names of the weights in the released files, where layers with a delta rule name norms otherwise.
+"""
 SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
-"""Names in files that transformers writes: its renaming on export is meant for layers with a delta
-rule, but changes layers of softmax attention too."""
+"""Names in files that transformers writes; they differ from the released ones, because its renaming
+on export is meant for layers with a delta rule, but changes layers of softmax attention too."""
 OLMO_HYBRID = Family(
     kind="olmo_hybrid",
     title="an OLMo Hybrid",
@@ -144,8 +145,8 @@ OLMO_HYBRID = Family(
     needs=(SMALL_STD,),
     names=HYBRID_NAMES,
     stored=(RELEASED, SAVED),
-    # These parts are concatenated on reading, because transformers writes three equal parts,
-    # whatever the widths of q, k and v.
+    # These parts are concatenated on reading before they are split by width, because transformers
+    # writes three equal parts, whatever the widths of q, k and v.
     split={
         "linear_attn.conv1d": (
             "linear_attn.q_conv1d",

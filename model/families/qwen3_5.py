@@ -79,14 +79,14 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
 
 def _rope_to_hf(config: Qwen3_5Config) -> dict[str, Any]:
-    """Return rope's entries, always with the rotated share: transformers' default is a quarter."""
+    """Return rope's entries with the rotated share, because transformers' default is a quarter."""
     return rope_to_hf(config, config.rotary_percent)
 
 
 QWEN3_5_NAMES = NAMES.renamed(
     {},
     fused={
-        # Queries and gate of head 0, queries and gate of head 1, ...
+        # The rows go head by head: a head's queries, then its gate.
         "self_attn.q_proj": Fused(
             ("attention.wq", "attention.wu"), groups=lambda config: int(config.num_attention_heads)
         )

@@ -53,7 +53,7 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
     @property
     def layers_with_rope(self) -> list[bool]:
-        """True for each layer that rotates queries and keys."""
+        """For each layer, True if it rotates queries and keys."""
         without_rope = layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)
         return [not skips for skips in without_rope]
 
@@ -76,7 +76,7 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
 
 def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return Longmesh's setting of the layers without rope.
+    """Return Longmesh's setting no_rope_freq, which selects the layers without rope.
 
     transformers has an interval or a list no_rope_layers, which despite its name has a 1 for each
     layer with rope. A list that selects the same layers as the interval becomes the interval.
@@ -99,7 +99,7 @@ def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
         type(flag) is int and flag in (0, 1) for flag in flags
     )
     if not are_flags or len(flags) < count or not any(flags[:layers]):
-        rest = f"; only a list with a 1 or a 0 for each of {count} layers, and some 1, is"
+        rest = f"; it must be a list with a 1 or a 0 for each of {count} layers, and some 1"
         raise unsupported("no_rope_layers", flags, rest)
     flags = flags[:layers]
     if interval >= 2:
@@ -125,7 +125,7 @@ SMOLLM3 = Family(
     title="a SmolLM3",
     architecture="SmolLM3ForCausalLM",
     ours=SmolLM3Config,
-    # These are transformers' defaults; published files leave out keys that have them.
+    # These are transformers' defaults; published files leave out keys with these values.
     fields=fields(
         num_hidden_layers=36,
         hidden_size=2048,

@@ -75,7 +75,7 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
 EPSILON = 1e-6
 THETA = "layers.0.attention.lrpe.theta"
-"""LRPE's angles: [H * D] in Longmesh, [H, 1, D] in the released models."""
+"""Name of LRPE's angles, which are [H * D] in Longmesh but [H, 1, D] in the released models."""
 
 
 def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def write_adapter(
         The number of adapters.
 
     Raises:
-        UserError: the model has no adapters, its linear layers differ in transformers, or a value
-            that is read is not finite.
+        UserError: the model has no adapters, transformers splits it into other linear layers, or a
+            value that is read is not finite.
     """
     if config.lora_rank is None:
         raise UserError(
@@ -137,7 +137,7 @@ def read_adapter(
     contents = read_json(path)
     if set(config.linears) != {*THEIRS.values()}:
         kind = with_article(config.model_type)
-        raise UserError(f"{path}: the linear layers of {kind} differ from PEFT's here; {MERGE}")
+        raise UserError(f"{path}: PEFT's names do not fit the linear layers of {kind}; {MERGE}")
     for key, value in contents.items():
         if key not in NEUTRAL:
             check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")
@@ -191,7 +191,7 @@ def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
 
     targets = []
     for module in modules:
-        # A target may be the whole path of a module.
+        # A target may be a module's whole path, of which only the last part is in the table.
         leaf = module.rsplit(".", 1)[-1] if isinstance(module, str) else module
         if leaf not in list(THEIRS):
             raise UserError(

@@ -90,7 +90,8 @@ def our_weights(
         notify: function that receives a line about ignored weights.
 
     Raises:
-        UserError: as ``from_hf``, but for non-finite values only when they are read.
+        UserError: under the conditions of ``from_hf``; for a non-finite value, only when it is
+            read.
     """
     family = families(config)[0]
     if family.split:
@@ -100,8 +101,8 @@ def our_weights(
     names = _weight_names(family, state, config, notify)
     ours = meta_state(config)
 
-    # A file may use names other than those of transformers' modules; take the table that matches
-    # most.
+    # A file may use names other than those of transformers' modules; take the table with most of
+    # the file's names.
     tables = (family.names, *family.stored)
     table = max(tables, key=lambda candidate: len(candidate.inside(ours, config).keys() & names))
     if not config.untie_embeddings_and_output_weights and OUTPUT in names:
@@ -132,7 +133,7 @@ def _weight_names(
     config: DecoderConfig,
     notify: Callable[[str], Any],
 ) -> dict[str, str]:
-    """Return the stored names of weights, keyed by full name, without the ignored weights.
+    """Return the names of weights in the file, keyed by name with prefix, without ignored weights.
 
     Raises:
         UserError: the state has attention sinks, which none of these models has.
@@ -194,14 +195,14 @@ def their_weights(
 ) -> tuple[dict[str, Tensor], Read]:
     """Return meta tensors of transformers' parameters, and a function that converts one.
 
-    Tied copies are left out.
+    A weight that is tied to another is left out.
 
     Args:
         ours: meta tensors of all of Longmesh's parameters.
         read: function that returns one of these parameters.
 
     Raises:
-        UserError: as ``to_hf``, but for non-finite values only when they are read.
+        UserError: under the conditions of ``to_hf``; for a non-finite value, only when it is read.
     """
     names = family_of(config).names
     check_described(ours, meta_state(config))
@@ -220,7 +221,7 @@ def open_hf(
     """Return a folder's configuration, meta tensors of parameters, and a function that reads one.
 
     Raises:
-        UserError: as `load_hf`.
+        UserError: under the conditions of `load_hf`.
     """
     config = config_from_hf(read_config(folder), folder)
     return config, *our_weights(Weights(folder, notify), config, notify)
@@ -255,8 +256,8 @@ def save_hf(
     Creates the folder. ``contents`` is as in `config_to_hf`.
 
     Raises:
-        UserError: the folder is not empty or not writable, in which case nothing is written; and as
-            `config_to_hf` and `to_hf`.
+        UserError: the folder is not empty or not writable, in which case nothing is written; or
+            under the conditions of `config_to_hf` and `to_hf`.
     """
     entries = config_to_hf(config, contents)
     # A tied lm_head.weight is not written, since transformers ties it again.

@@ -54,4 +54,4 @@ POST_NORMS = {
     "attention_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
-"""Names of the norms that follow attention and feed-forward."""
+"""Longmesh's name -> transformers' name, for norms that follow attention and feed-forward."""

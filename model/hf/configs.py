@@ -66,8 +66,8 @@ def _listed(names: Iterable[str]) -> str:
 def family_in(hf: Contents) -> Family:
     """Return the table for the model of a config.json. Raises UserError for an unknown model.
 
-    Without a model_type it is the first table, LLaMA's, since the original LLaMA files have no
-    model_type.
+    A file without a model_type gets the first table, LLaMA's, since the original LLaMA files have
+    none.
     """
     kinds = list(HUGGING_FACE)
     kind = hf.get("model_type", kinds[0])
@@ -180,7 +180,7 @@ def _describes(contents: Mapping[str, Any], config: DecoderConfig) -> bool:
         read = config_from_hf(contents)
     except UserError:
         return False
-    for name in ("max_position_embeddings", "init_method_std"):  # not in architecture_of
+    for name in ("max_position_embeddings", "init_method_std"):  # architecture_of lacks them
         if getattr(read, name) != getattr(config, name):
             return False
     return architecture_of(read) == architecture_of(config)

@@ -113,7 +113,7 @@ def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor])
     Creates the folder.
 
     Raises:
-        UserError: the folder is not empty; or as in `dit_to_original`.
+        UserError: the folder is not empty; or under the conditions of `dit_to_original`.
     """
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
     theirs = dit_to_original(state, config)

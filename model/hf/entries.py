@@ -20,8 +20,8 @@ _KINDS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises UserError naming the file and the problem."""
-    if path.exists() and not path.is_file():  # reading a named pipe would never end
+    """Read a JSON object from a file. Raises UserError, which names the file and the problem."""
+    if path.exists() and not path.is_file():  # a named pipe would block
         raise UserError(f"{path} is not a file; download it again")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))

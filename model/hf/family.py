@@ -125,7 +125,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Names of weights; a module that is in no table has the same name in both libraries."""
+    """Translation of weight names between Longmesh and transformers.
+
+    A module that is in no table has the same name in both libraries.
+    """
 
     top: Mapping[str, str]
     """Longmesh's name -> transformers' name, for modules outside the layers."""
@@ -134,9 +137,9 @@ class Names:
     layer: Mapping[str, str]
     """Longmesh's name -> transformers' name, for modules in a layer."""
     fused: Mapping[str, Fused] = field(default_factory=dict)
-    """Transformers modules in a layer that contain several Longmesh modules."""
+    """Longmesh modules of a layer that are one module in transformers, keyed by its name there."""
     linear: "Names | None" = None
-    """Names in layers without softmax attention, if they differ."""
+    """Table for the layers of a hybrid without softmax attention, if their names differ."""
     ours_of: Change = lambda config, name, weight: weight
     theirs_of: Change = ours_of
 
@@ -150,7 +153,7 @@ class Names:
         return replace(self, top=top, layers=f"{root}.layers")
 
     def of(self, name: str, config: Any = None) -> str:
-        """Return transformers' name of a Longmesh parameter; a hybrid's needs ``config``."""
+        """Return transformers' name of a Longmesh parameter; for a hybrid, give ``config`` too."""
         return self._place(name, config).name
 
     def _place(self, name: str, config: Any) -> Place:
@@ -181,7 +184,10 @@ class Names:
         return self.ours_of(config, name, weight)
 
     def inside(self, names: Iterable[str], config: Any) -> dict[str, list[str]]:
-        """Return the Longmesh names in each transformers parameter, in order, keyed by its name."""
+        """Return the names of the Longmesh parameters in each transformers parameter, in order.
+
+        They are keyed by the name of the transformers parameter.
+        """
         ours_by_theirs: dict[str, list[str]] = {}
         for name in names:
             place = self._place(name, config)
@@ -241,17 +247,17 @@ class Family:
     ignored: frozenset[str] = frozenset()
     """Keys of this model that change nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys that override another key if they are present."""
+    """Overriding key -> overridden key, for keys that replace another one if they are present."""
     needs: tuple[Need, ...] = ()
     names: Names
     derived: str = r"(?!)"
-    """Pattern of names in old checkpoints that do not belong to weights."""
+    """Pattern of tensor names in old checkpoints that are not weights; an import ignores them."""
     prefix: str = ""
     """Prefix of all names except lm_head's; some files omit it."""
     stored: tuple[Names, ...] = ()
-    """Other tables of names that files may use."""
+    """Other tables of names, which files may use instead of ``names``."""
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Transformers modules that files may store as several modules."""
+    """Transformers modules that files may store in pieces: module -> its pieces, in order."""
     nested: str = ""
     """Key in the ``outer`` model's config.json whose table has this model's entries."""
     outer: str = ""

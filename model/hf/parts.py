@@ -103,8 +103,8 @@ def _scaling_from_hf(hf: Contents, rope: Contents, kind: str, max_length: int) -
             continue
         if name == TRAINED:
             trained_length = entry(hf if TRAINED in hf else rope, TRAINED, int, max_length)
-            # The dynamic type scales from the longest sequence, whatever original length its file
-            # names.
+            # In transformers the dynamic type scales beyond max_position_embeddings, whatever
+            # original length the file has.
             scaling[SCALING + name] = max_length if kind == "dynamic" else trained_length
         elif name == "truncate":
             scaling[SCALING + name] = entry(rope, name, bool, True)
@@ -134,7 +134,8 @@ def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, An
         base = dynamic_base(config, config.rotary_dim, config.rope_scaling_seq_length)
         kind = None
         longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
-    elif kind == "dynamic":  # transformers scales from the longest sequence
+    elif kind == "dynamic":
+        # transformers scales rope beyond max_position_embeddings, so write the unscaled length.
         longest = config.rope_scaling_original_max_position_embeddings or 0
     length = {"max_position_embeddings": longest} if longest else {}
     rotated = {} if share is None else {"partial_rotary_factor": share}
@@ -187,7 +188,7 @@ def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
 def ropes_from_hf(
     hf: Contents, settings: dict[str, Any], bases: tuple[float, float], local: str | None = None
 ) -> dict[str, Any]:
-    """Return the settings of two ropes: one for layers without a window, one for layers with.
+    """Return the settings of two ropes: one for layers without a window, one for those with one.
 
     rope_parameters has a table for each; rope_scaling applies to layers without a window.
 
@@ -216,8 +217,8 @@ def ropes_from_hf(
     if local is None and "rope_theta" not in sliding and converted["rotary_base"] != base:
         raise UserError(
             f"{CONFIG}: rope_theta is {converted['rotary_base']:g}, but rope_parameters has none "
-            f"for {SLIDING}, for which transformers 4 takes this base and transformers 5 takes "
-            f"{base:g}; write the right base there"
+            f"for {SLIDING}: transformers 4 takes this base there, but transformers 5 takes "
+            f"{base:g}; write the right base into rope_parameters"
         )
     return {**converted, "rotary_base_local": local_rope["rotary_base"]}
 

@@ -68,10 +68,10 @@ def sdpa(
     """Compute attention on one device that has the whole sequence, in order; shapes as in Attend.
 
     With a window or sinks, one block of queries is computed at a time, so that memory grows with T
-    times the window instead of T^2; learned sinks keep their scores for the backward pass.
+    times the window instead of T^2; with learned sinks, the scores are kept for the backward pass.
 
     Raises:
-        UserError: a mask, which only a method of context parallelism understands.
+        UserError: a mask was given; only context parallelism supports one.
     """
     refuse_mask(mask)
     q = q.transpose(1, 2)  # [B, H, T, D]
@@ -213,7 +213,7 @@ class LinearCore(nn.Module):
         states: States | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Return the output [B, T, H, E]; with states, continue and update the layer's state."""
+        """Return the output [B, T, H, E]; with states, start from the layer's and update it."""
         if states is None:
             if mask is None:
                 return self.attend(q, k, v, log_decay)
@@ -330,7 +330,7 @@ class Attention(nn.Module):
             rotary: rotation of the tokens' positions; None without rope.
             mask: the micro-batch's mask, passed on to ``attend``.
             states: the key-value cache of earlier tokens, which x extends.
-            sinks: scores of this device's heads, under tensor parallelism only some of the layer's.
+            sinks: sink scores of this device's heads; by default those of all heads of the layer.
         """
         if rotary is not None:
             rotary = rotary.under(self.window) if self.rotates else None
@@ -382,9 +382,9 @@ class Attention(nn.Module):
         return lambda q: self.attend(q, k, v, **settings)
 
     def own_sinks(self, like: Tensor, sinks: Tensor | None = None) -> Tensor | None:
-        """Return the sinks' scores [H] of this device's heads, on the device of ``like``, or None.
+        """Return the sink scores [H] of this device's heads, on the device of ``like``, or None.
 
-        The softmax off-by-one is a sink with score 0, since exp(0) = 1. Learned scores are
+        The off-by-one softmax has a sink with score 0, since exp(0) = 1. Learned scores are
         ``sinks``, by default those of all heads.
         """
         if self.softmax_type == "off-by-one":

@@ -32,7 +32,7 @@ from runtime.errors import at_least, require
 from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
-"""Added to the squared norms of queries and keys when they are normalised."""
+"""Added to the squared norms by which queries and keys are normalised, against division by 0."""
 
 
 class DeltaAttend(Protocol):
@@ -90,7 +90,7 @@ class DeltaConfig(PeriodicConfig):
     """Number of key heads of a layer with a gated delta rule; by default num_attention_heads."""
     linear_num_value_heads: int | None = None
     """Number of value heads of a layer with a gated delta rule, a multiple of its number of key
-    heads; by default the same."""
+    heads; by default the same number."""
     linear_key_head_dim: int | None = None
     """Width of a key head of a layer with a gated delta rule; by default the width of a head of
     softmax attention."""
@@ -110,7 +110,9 @@ class DeltaConfig(PeriodicConfig):
     """Maximum of beta, the share of a correction that is written; above 1, eigenvalues of the
     state's update may be negative."""
     dt_ones = False
-    """True if the biases of gates per head start at 1 instead of softplus^-1 of 0.001 to 0.1."""
+    """True if the biases of gates per head start at 1; otherwise they start at softplus^-1 of a
+    random step size from 0.001 to 0.1.
+    """
 
     def check(self) -> None:
         """Check the heads of layers with a gated delta rule."""
@@ -138,7 +140,10 @@ class DeltaConfig(PeriodicConfig):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Linear modules that may get an adapter; gates per channel, a bottleneck, get none."""
+        """Names of the linear modules that may get an adapter.
+
+        Gates per channel are made by a bottleneck of two modules, which gets none.
+        """
         gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
         return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")
 
@@ -244,7 +249,7 @@ class DeltaAttention(nn.Module):
     def forward(
         self, x: Tensor, positions: Any = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        """Apply the layer to x [B, T, C]; with states, continue and replace the layer's state.
+        """Apply the layer to x [B, T, C]; with states, start from the layer's state and replace it.
 
         ``positions`` are not used, since the state depends on the order of tokens.
         """
@@ -307,7 +312,9 @@ class DeltaAttention(nn.Module):
         mask: Any,
         states: States | None,
     ) -> Tensor:
-        """Return the delta rule's output [B, T, H, E]; with states, continue the layer's state."""
+        """Return the delta rule's output [B, T, H, E]; with states, start from the layer's state
+        and replace it.
+        """
         if states is None:
             if mask is None:
                 return self.attend(q, k, v, g, beta)
@@ -315,7 +322,8 @@ class DeltaAttention(nn.Module):
 
         previous, state = states.layers[self.layer]
         if states.shared:
-            # Ranks that share tokens use parallel.context.linear.delta_attention.DeltaAttention.
+            # If ranks share tokens, ``attend`` is a DeltaAttention of
+            # parallel.context.linear.delta_attention.
             attend: Any = self.attend
             out, state = attend.with_state(q, k, v, g, beta)
             states.layers[self.layer] = previous, states.total(state)

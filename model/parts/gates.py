@@ -48,7 +48,7 @@ class Gates(nn.Module):
     """
 
     full_precision = True
-    """Read by parallel/data.py and Decoder.cast."""
+    """Keep the parameters float32; parallel/data.py and ``Decoder.cast`` read this."""
     SPLIT: ClassVar[Splits] = {"A_log": "heads", "dt_bias": "heads"}
 
     def __init__(
@@ -97,7 +97,10 @@ class Gates(nn.Module):
 
 
 def initial_rate(x: Tensor, minimum: float, *, generator: torch.Generator) -> Tensor:
-    """Fill x, an A_log, with logs of uniform numbers up to 16, as in the published models."""
+    """Fill x, an A_log, with logs of uniform numbers from ``minimum`` to 16.
+
+    The published models use this initial value.
+    """
     return x.uniform_(minimum, 16, generator=generator).log_()
 
 

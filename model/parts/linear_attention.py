@@ -113,7 +113,7 @@ class LRPE(nn.Module):
     """
 
     full_precision = True
-    """Read by parallel/data.py and Decoder.cast."""
+    """Keep the parameters float32; parallel/data.py and ``Decoder.cast`` read this."""
     INIT: ClassVar[Inits] = {"theta": initial_angles}
     SPLIT: ClassVar[Splits] = {"theta": "heads"}
 
@@ -131,8 +131,8 @@ class LRPE(nn.Module):
             q: [B, T, H, D].
             k: [B, T, H, D].
             positions: integers [T] or [B, T].
-            theta: [H * D], for this device's heads: under tensor parallelism only some of the
-                layer's.
+            theta: [H * D], the angles of this device's heads; by default those of all heads of the
+                layer.
         """
         if theta is None:
             theta = self.theta

@@ -135,7 +135,7 @@ def is_adapter(name: str) -> bool:
 def merge(
     weights: Mapping[str, Tensor], read: Callable[[str], Tensor], scale: float
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Return the weights without adapters, and a function that reads one with its adapter.
+    """Return the base weights, and a function that reads a weight with its adapter merged in.
 
     A weight with an adapter is read as W + (alpha / r) B A, in float32, whatever its stored dtype.
 

@@ -32,7 +32,7 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
         """Normalise x; its shape and dtype stay the same.
 
         Args:
-            weight: replaces the module's own, which is a DTensor under tensor parallelism.
+            weight: replaces the module's weight, which is a DTensor under tensor parallelism.
         """
         dtype = accum_dtype(x.dtype)
         if weight is None:

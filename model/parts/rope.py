@@ -107,7 +107,7 @@ class RopeConfig:
         for name in (_FACTOR, _TRAINED)[: len(SETTINGS[kind])]:
             if getattr(self, name) is None:
                 raise UserError(
-                    f"{name} is not set, but rope_scaling_type {kind} needs one; set it"
+                    f"{name} is not set, but rope_scaling_type {kind} needs it; give a value"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if self.setting(low) >= self.setting(high):
@@ -172,7 +172,8 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
     the length, yarn is Peng et al. 2023 (sections 3.2 and 3.4), llama3 is the scaling of Llama 3.1
     (Grattafiori et al. 2024).
 
-    Only dynamic scaling without rope_scaling_seq_length reads the positions: it needs the largest.
+    Only dynamic scaling without rope_scaling_seq_length reads the positions: the largest is taken
+    as the length.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
     exponents = exponents / head_dim  # [D/2]
@@ -206,7 +207,7 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
 
 
 def dynamic_base(rope: RopeConfig, head_dim: int, length: int) -> float:
-    """Return the base with which unscaled rope equals dynamic scaling at a length."""
+    """Return the base with which unscaled rope equals dynamically scaled rope at this length."""
     factor = rope.rope_scaling_factor
     trained_length = rope.rope_scaling_original_max_position_embeddings
     assert factor is not None  # checked with the configuration

@@ -1,4 +1,4 @@
-"""Rotary position embedding, computed once per forward and shared by all layers.
+"""Rotary position embedding, computed once per forward pass and shared by all layers.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, R channels of a head that rotate.
 """

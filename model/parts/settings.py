@@ -157,14 +157,14 @@ class RopePositionsConfig(RotaryConfig, LengthConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRopeConfig(RotaryConfig, WindowedConfig):
-    """A second rope, in the layers with a window."""
+    """Settings of a model with a second rope, for the layers with a window."""
 
     rotary_base_local: float | None = None
     """Base of rope's frequencies in the layers with a window, where rope is never scaled; by
     default rotary_base."""
 
     def check(self) -> None:
-        """Check the base, and that a layer uses it."""
+        """Check the base of the second rope, and that some layer uses it."""
         super().check()
         base = self.rotary_base_local
         must = "it must be a number above 0, or left out to use rotary_base"
@@ -202,7 +202,7 @@ class PeriodicConfig(DecoderConfig):
     layers, and in a model with a delta rule every fourth layer is one."""
 
     default_period = 0
-    """The period if the setting is left out; 0 means no softmax attention."""
+    """Default of ``softmax_every``; 0 means no softmax attention."""
 
     def check(self) -> None:
         super().check()
@@ -230,7 +230,7 @@ class PeriodicConfig(DecoderConfig):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings that give every other layer softmax attention; empty if all layers are alike."""
+        """Settings that give every other layer softmax attention, to shrink a hybrid, or none."""
         return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:

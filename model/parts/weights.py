@@ -88,10 +88,10 @@ class Stream(NamedTuple):
     """
 
     plain: bool
-    """True for plain tensors; otherwise DTensors, sharded by the embedding or wrapped between
-    stages."""
+    """True if hidden states are plain tensors; otherwise they are DTensors, sharded by the
+    embedding or wrapped between stages."""
     inputs: Mapping[str, int] = {}
-    """Dimension of tokens of each input of a plain stream that is split, keyed by the input's name.
+    """Inputs of a plain stream that are split over ranks: input's name -> its dimension of tokens.
     Later stages receive the first input already split."""
 
 

@@ -85,7 +85,7 @@ class Pattern(NamedTuple):
     example: str
     """A valid pattern."""
     nth_is_one: bool
-    """True if N gives every N-th layer the 1, otherwise the 0."""
+    """True if a number N means a 1 for every N-th layer and 0 for the others; else the reverse."""
     lacking: str
     """Name of the property that no layer has if N is 1."""
     otherwise: str

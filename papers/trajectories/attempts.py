@@ -1,9 +1,10 @@
 """Ring Attention's last table at small scale: do earlier attempts in the context help the next one?
 
-A small GPT is trained on chains of 1, 4, 16 and 64 attempts at tasks of the world of doors, the
-same attempts and as many tokens each time. It then plays unseen tasks, and each finished attempt
-joins its context. In a control every attempt is at another task than those of the context, so that
-nothing in it can help. Finished runs are saved at once, and the same command resumes.
+A small GPT is trained on chains of 1, 4, 16 and 64 attempts at tasks of the world of doors, each
+time with the same attempts and the same number of tokens. It then plays unseen tasks, and each
+finished attempt is added to its context. In a control, every attempt is at another task than those
+in the context, so the context cannot help. Finished runs are saved at once, and the same command
+resumes.
 
     make rl-table
     python -m papers.trajectories.attempts --tasks 64 --iterations 8 --unseen 16 \\
@@ -43,16 +44,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS = rows.FOLDER / "results" / "ring_rl.jsonl"
-"""A line for each run."""
+"""Results file, with a line for each finished run."""
 CHAIN_LENGTHS = (1, 4, 16, 64)
 LONGEST = max(CHAIN_LENGTHS)
 CONTROL = "shuffled"
-"""The longest chain's model, with attempts of other tasks in its context."""
+"""Name of the control: the longest chain's model, with attempts of other tasks in its context."""
 RANKS = 2
 BATCH = 2
 SEED = 0
 TOKENS = LONGEST * (4 * STEPS + 1)
-"""Tokens of a sample, which holds one longest chain, or shorter ones of as many tokens."""
+"""Number of tokens of a sample: one longest chain, or shorter chains that fill the same length."""
 FLAGS = f"""
     --model-type gpt --position-embedding-type rope --num-layers 2 --hidden-size 64
     --num-attention-heads 4 --init-method-std 0.06 --seq-length {TOKENS}
@@ -61,14 +62,14 @@ FLAGS = f"""
     --weight-decay 0.0 --adam-beta2 0.98 --device cpu --context-parallel-method ring
 """
 TEMPERATURE = 0.4
-"""Temperature of the model's doors. The model learns the players' slips too, and at a temperature
-below 1 it makes few of them."""
+"""Sampling temperature for the model's doors. The model also learns the slips (random doors) of the
+players that it is trained on; at a temperature below 1 it makes fewer of them."""
 LATER = 16
-"""The attempt whose return is compared with the first one's."""
+"""Number, from 1, of the attempt whose return is compared with the first one's."""
 ERRORS = 2.0
-"""A difference counts if it is larger than this many standard errors."""
+"""Number of standard errors that a difference must exceed to count as a gain."""
 LAST = 50
-"""Final updates whose mean loss is a run's."""
+"""Number of final updates whose mean loss is the run's loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,14 @@ class Size:
     """The size of an experiment; the defaults are the table's."""
 
     tasks: int = 800
-    """Tasks to train on."""
+    """Number of tasks to train on."""
     iterations: int = 400
     unseen: int = 200
-    """Tasks to play."""
+    """Number of other tasks that the trained model plays."""
 
 
 def command_line(trajectories: int, data: Path, save: Path, iterations: int) -> list[str]:
-    """Return the flags of pretrain_gpt.py for a run; the longest chains are sharded."""
+    """Return the flags of pretrain_gpt.py for a run; only the longest chains are sharded."""
     cp = RANKS if trajectories == LONGEST else 1
     flags = {
         "data-path": data,
@@ -98,7 +99,7 @@ def command_line(trajectories: int, data: Path, save: Path, iterations: int) -> 
 
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> None:
-    """Train one rank of a run of pretrain_gpt.py, without its output."""
+    """Train one rank of a run of pretrain_gpt.py, and discard its output."""
     with redirect_stdout(StringIO()):
         pretrain_gpt.main(list(flags), PEAK)
 
@@ -106,16 +107,17 @@ def train(rank: int, world_size: int, flags: Sequence[str]) -> None:
 def roll_out(
     read: Read, codec: Codec, right: np.ndarray, attempts: int, *, shuffled: bool = False
 ) -> np.ndarray:
-    """Play K tasks in N ``attempts`` each; return the returns, int64 [K, N].
+    """Play K tasks with N ``attempts`` each; return the attempts' returns, int64 [K, N].
 
     The context is as in training, but in order of time: the remaining return, the room, the door
-    and the reward of each step, and at an attempt's end if it reached the best return.
+    and the reward of each step, and at an attempt's end the mark that tells if it reached the best
+    return.
 
     Args:
-        read: as of ``Writer.begin``; it draws doors.
+        read: function from ``Writer.begin`` that reads tokens and draws each task's next door.
         right: the right doors, int64 [K, R].
-        shuffled: play the next one of the K tasks in each attempt, so that no attempt of the
-            context is at its task.
+        shuffled: move on to the next one of the K tasks after each attempt, so that no attempt in
+            the context is at the current task.
     """
     num_tasks = len(right)
     returns = np.zeros((num_tasks, attempts), np.int64)
@@ -156,9 +158,9 @@ def roll_out(
 def play(
     run: Path, codec: Codec, right: np.ndarray, attempts: int, *, shuffled: bool = False
 ) -> np.ndarray:
-    """Play by a run's model, which draws the doors; arguments as of ``roll_out``.
+    """Play tasks with a run's model, which draws the doors; see ``roll_out`` for the arguments.
 
-    Only the logits of doors are drawn from, as a world has no step for another token.
+    Only tokens of doors are drawn, since no other token is a move in the world.
     """
     first = int(codec.offsets[codec.acts][0])
     draw = Draw(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(SEED))
@@ -171,9 +173,9 @@ def play(
 
 
 def figures(returns: np.ndarray) -> dict[str, list[float]]:
-    """Return each attempt's mean over K tasks of the returns [K, N], and its standard error.
+    """Return the mean return of each attempt, and the standard error of this mean.
 
-    Both have 3 decimals.
+    ``returns`` is [K, N], and the mean is over the K tasks. Both lists are rounded to 3 decimals.
     """
     error = returns.std(0, ddof=1) / len(returns) ** 0.5
     return {"mean": returns.mean(0).round(3).tolist(), "error": error.round(3).tolist()}
@@ -184,18 +186,18 @@ def gain(
 ) -> tuple[float, float]:
     """Return the difference of two attempts' mean returns, and its standard error.
 
-    Attempts count from 1. Both are taken as independent samples of tasks.
+    Attempts are numbered from 1. The error is that of two independent samples of tasks.
     """
     error = (later["error"][attempt - 1] ** 2 + first["error"][first_attempt - 1] ** 2) ** 0.5
     return later["mean"][attempt - 1] - first["mean"][first_attempt - 1], error
 
 
 def compared(runs: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return a line for each comparison of finished runs, and the names of those that fail.
+    """Return a line per comparison of finished runs, and the names of failed comparisons.
 
-    The paper's claim holds if a later attempt is better than the first, and a longer chain better
-    than a shorter one. The control must not gain: it shows that the gain comes from attempts at the
-    same task, and not from a longer context.
+    The paper's claim holds if a later attempt has a higher return than the first, and a longer
+    chain a higher one than a shorter chain. The control must not gain: this shows that the gain
+    comes from attempts at the same task, and not from a longer context.
     """
     longest = runs.get(str(LONGEST))
     short = runs.get("4")
@@ -223,17 +225,17 @@ def compared(runs: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
-    """Train and play the runs that ``path`` lacks, saving each; return all its results.
+    """Train, play and save the runs that ``path`` lacks; return all results of ``path``.
 
-    Raises UserError: ``path`` holds runs of another size, or another format; RuntimeError: a rank
-    failed.
+    Raises UserError if ``path`` holds runs of another size, or has another format, and RuntimeError
+    if a rank failed.
     """
     result = read_runs(path, asdict(size))
     missing = [str(n) for n in CHAIN_LENGTHS if str(n) not in result["runs"]]
     if not missing and CONTROL in result["runs"]:
         print(
-            f"all runs are in {path} already, nothing trained; --results FOLDER starts another "
-            "table"
+            f"all runs are in {path} already, so nothing is trained; give another --results to "
+            "start another table"
         )
         return result
 
@@ -270,7 +272,7 @@ def _run_of(prefix: Path) -> Path:
 def _train_and_play(
     trajectories: int, history: list[Any], unseen: np.ndarray, iterations: int, data: Path
 ) -> dict[str, Any]:
-    """Write the data of a run, train it and play; return its loss and returns.
+    """Write a run's data, train on it, and play with its model; return the loss and the returns.
 
     All runs have the same attempts, whatever the length of their chains.
     """
@@ -279,7 +281,7 @@ def _train_and_play(
 
     run = _run_of(prefix)
     if run.exists():
-        shutil.rmtree(run)  # of a start that was interrupted
+        shutil.rmtree(run)  # left by an interrupted start
     run_ranks(train, RANKS, command_line(trajectories, prefix, run, iterations), timeout=3600)
 
     losses = [record["lm_loss"] for record in read_metrics(run / METRICS)]
@@ -288,7 +290,7 @@ def _train_and_play(
 
 
 def draw(runs: dict[str, Any]) -> "Figure":
-    """Draw each run's mean return by attempt, with an interval of two standard errors."""
+    """Draw each run's mean return over attempts, with a band of two standard errors."""
     from matplotlib.figure import Figure
 
     from tools.common.report import PALETTE, plain
@@ -302,7 +304,7 @@ def draw(runs: dict[str, Any]) -> "Figure":
         margin = ERRORS * np.array(runs[name]["error"])
         attempt = np.arange(1, len(mean) + 1)
         style = "-"
-        if len(attempt) < 5:  # a line of one point would not be seen
+        if len(attempt) < 5:  # a line with a single point would be invisible
             style = "o-"
         axes.plot(attempt, mean, style, color=colour, label=label, markersize=4)
         axes.fill_between(
@@ -327,7 +329,7 @@ def draw(runs: dict[str, Any]) -> "Figure":
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command, which keeps finished runs and resumes; return its exit status."""
+    """Run the command, which saves finished runs and resumes; return its exit status."""
     parser = parser_for("python -m papers.trajectories.attempts", __doc__)
     for name, default in asdict(Size()).items():
         parser.add_argument(
@@ -338,10 +340,14 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         default=RESULTS.parent,
         metavar="FOLDER",
-        help="default: %(default)s",
+        help="folder of results (default: %(default)s)",
     )
     parser.add_argument(
-        "--data", type=Path, default=Path("runs/papers/doors"), metavar="FOLDER", help="%(default)s"
+        "--data",
+        type=Path,
+        default=Path("runs/papers/doors"),
+        metavar="FOLDER",
+        help="folder of training data and models (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
@@ -353,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
     lines, wrong = compared(runs)
     print("\n".join(lines))
     if wrong:
-        raise UserError(f"it is not as the paper says: {'; '.join(wrong)}")
+        raise UserError(f"the results contradict the paper: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A small world in which attempts teach: rooms in a row, each with one door that leads on.
 
-An attempt begins in the first room and opens one door a step. The right one leads to the next room
-and gives a reward, the room's number from 1; any other leaves the player in the room, without a
-reward. The right doors are the task, one of 8^4: a model's weights cannot memorise them, and one
-attempt is too short to find them, so that a model can only gain by reading earlier attempts.
+In an attempt, a player starts in the first room and opens one door per step. The right door leads
+to the next room and gives a reward, the room's number from 1; any other leaves the player in the
+room, without a reward. A task is a choice of right doors, one of 8^4: a model's weights cannot
+memorise them all, and one attempt is too short to find the doors, so a model can only gain by
+reading earlier attempts.
 
 Legend: K tasks, R rooms, N attempts of T steps.
 """
@@ -15,22 +16,24 @@ import numpy as np
 from papers.trajectories.episodes import Episode
 
 ROOMS = STEPS = 4
-"""A player that knows all doors leaves the last room with the last step."""
+"""Number of rooms, and of steps in an attempt: a player that knows all right doors leaves the last
+room with the last step."""
 BEST = ROOMS * (ROOMS + 1) // 2
-"""The best return."""
+"""Best possible return of an attempt, the sum of all rooms' rewards."""
 DOORS = 8
 SLIPS = (0.1, 0.2, 0.3)
-"""Shares of a player's steps at a random door, whatever it knows; each player has one of them."""
+"""Shares of steps in which a player opens a random door, whatever it knows; each player has one of
+these shares."""
 NOVICE = 24
-"""Bound of the attempts in which a player only opens random doors; each player has a number of
-them. Without these a model could infer the right doors from how often a player opens them, and
-would not need the rewards."""
+"""Each player begins with attempts in which it opens only random doors; their number is drawn below
+this one. Without such attempts, a model could infer the right doors from how often a player opens
+them, and would not need the rewards."""
 
 
 def tasks(seed: int, first: int, count: int) -> np.ndarray:
     """Return the right door of each room, int64 [K, R], of ``count`` different tasks.
 
-    ``first`` is the number of the first one in the order of the ``seed``.
+    The ``seed`` shuffles all possible tasks; ``first`` is the position of the first one to return.
     """
     numbers = np.random.default_rng(seed).permutation(DOORS**ROOMS)[first : first + count]
     return numbers[:, None] // DOORS ** np.arange(ROOMS) % DOORS
@@ -38,10 +41,10 @@ def tasks(seed: int, first: int, count: int) -> np.ndarray:
 
 @dataclass
 class Rooms:
-    """The players of K tasks, each in a room."""
+    """State of K tasks: one player for each, in one of its rooms."""
 
     right: np.ndarray
-    """[K, R]."""
+    """Right door of each room, int64 [K, R]."""
 
     def __post_init__(self) -> None:
         self.room = np.zeros(len(self.right), np.int64)
@@ -49,7 +52,7 @@ class Rooms:
     def open(self, door: np.ndarray) -> np.ndarray:
         """Open a door [K] of each player's room; return the rewards [K].
 
-        A player opens at most R doors.
+        Call this at most R times, since no room follows the last one.
         """
         is_right = door == self.right[np.arange(len(door)), self.room]
         reward: np.ndarray = is_right * (self.room + 1)
@@ -63,8 +66,9 @@ def histories(
     """Return the rooms, doors and rewards of players that learn from attempt to attempt.
 
     Each is int64 [K, N, T]. A player opens the door that it knows to be right, or one that it has
-    not seen fail. Players differ in the attempt from which they do so, and in how often they slip.
-    Perfect ones do so from the first and never slip.
+    not seen fail. Players differ in the attempt from which they play like this, and in how often
+    they slip (open a random door). Perfect players play like this from the first attempt on, and
+    never slip.
     """
     num_tasks = len(right)
     rng = np.random.default_rng((seed, 1))
@@ -76,7 +80,7 @@ def histories(
         novice = rng.integers(NOVICE, size=num_tasks)
 
     knowledge = np.zeros((num_tasks, ROOMS, DOORS))
-    """1 for the right door, -1 for one that failed."""
+    """Knowledge of each player's doors: 1 if right, -1 if seen to fail, 0 if unknown."""
     steps = []
     for attempt in range(attempts):
         random_share = np.where(attempt < novice, 1, slips)

@@ -3,8 +3,8 @@
 A sequence is a chain of attempts at one task in ascending order of their returns. Each step begins
 with the return that remains to the chain's best one, and each attempt ends with a mark that tells
 if it reached that return (Liu and Abbeel 2023, arXiv:2305.16554, "Emergent Agentic Transformer from
-Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by bins of
-quantiles, so that every token of a column is about as frequent as the others.
+Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by bins whose edges
+are quantiles, so every token of a column is about as frequent as the others.
 
 Legend: T steps of an attempt, O and A numbers of an observation and an action, C = O + A + 2
 columns.
@@ -29,11 +29,12 @@ from data.tokenizer import END_OF_TEXT, load_tokenizer
 from runtime.errors import DataError
 
 MARKS = ("again", "done")
-"""Words at the end of an attempt: its return is below the chain's best one, or reached it."""
+"""Marks that end an attempt: "again" if its return is below the chain's best, "done" if it
+reaches it."""
 _FIRST = 1 + len(MARKS)
 STEPS = {"observation": slice(-1), "action": slice(1, None), "reward": slice(1, None)}
-"""Fields of an episode, and the rows of an .npz's arrays that are its steps: the last observation
-has no action, and the first action no observation."""
+"""Fields of an episode, each with the slice of an .npz's array that holds its steps: no action
+follows the last observation, and no observation precedes the first row of the others."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,19 @@ class Episode:
 
     task: str
     observation: np.ndarray
-    """[T, O], before each action."""
+    """Observation before each action, [T, O]."""
     action: np.ndarray
-    """[T, A]."""
+    """Action of each step, [T, A]."""
     reward: np.ndarray
-    """[T], after each action."""
+    """Reward after each action, [T]."""
 
     @cached_property
     def total(self) -> float:
-        """The episode's return."""
+        """Return (sum of rewards) of the episode."""
         return float(self.reward.sum())
 
     def numbers(self, best: float) -> np.ndarray:
-        """Return the columns [T, C] of the steps: the remaining return to ``best``, then arrays."""
+        """Return the steps' numbers [T, C]: the return left to ``best``, then all arrays."""
         remaining = best - (np.cumsum(self.reward) - self.reward)
         return np.column_stack((remaining, self.observation, self.action, self.reward))
 
@@ -62,12 +63,12 @@ class Episode:
 def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
     """Yield the episodes of files in order.
 
-    An .npz is an episode in ExoRL's format: observation [T + 1, O], action and reward [T + 1, ...],
-    of which row t + 1 has the action after observation t and its reward; row 0 has none. Its task
-    is its folder. Rows of any other file are episodes with T rows in each list, and may name their
-    ``task``, by default the file.
+    An .npz is one episode in ExoRL's format: observation [T + 1, O], and action and reward [T + 1,
+    ...], whose row t + 1 belongs to observation t, while row 0 is unused. Its task is its folder.
+    In any other file, each row is an episode with T entries per list, and may name its ``task``; by
+    default, the file is the task.
 
-    Raises DataError naming a file or row that is no such episode.
+    Raises DataError if a file or row is not such an episode; the message names it.
     """
     for path in paths:
         if path.suffix == ".npz":
@@ -77,25 +78,25 @@ def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
                 if isinstance(row, DataError):
                     raise DataError(f"{where}: {row}")
                 if not isinstance(row, dict):
-                    raise DataError(f"{where}: no object; repair it")
+                    raise DataError(f"{where}: it is not a JSON object; repair the row")
                 yield _episode(where, str(row.get("task", path)), row)
         else:
             raise DataError(
-                f"{path} holds no episodes; they are in .npz, .jsonl, .json, .parquet or a dataset"
+                f"{path} has no episodes; give .npz, .jsonl, .json, .parquet or a dataset"
             )
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the fields of an episode in ExoRL's format, without the rows that are no steps."""
+    """Return the fields of an episode in ExoRL's format, without the rows that are not steps."""
     try:
         with np.load(path) as file:
             return {name: file[name][rows] for name, rows in STEPS.items() if name in file}
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no .npz or is damaged ({error}); copy it again") from error
+        raise DataError(f"{path} is not an .npz or is damaged ({error}); copy it again") from error
 
 
 def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
-    """Return an episode of the fields of a file or row, named by ``where``."""
+    """Make an episode from the fields of a file or row; messages call it ``where``."""
     missing = [name for name in STEPS if name not in fields]
     if missing:
         raise DataError(f"{where} lacks {' and '.join(missing)}; an episode has {', '.join(STEPS)}")
@@ -103,7 +104,7 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
         observation, action, reward = (np.asarray(fields[name], np.float64) for name in STEPS)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where} has a value that is no number ({error}); repair it or leave it out"
+            f"{where} has a value that is not a number ({error}); repair or remove the episode"
         ) from error
 
     observation = _as_rows(observation)
@@ -111,11 +112,14 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
     steps = {"observation": len(observation), "action": len(action), "reward": reward.size}
     if len(set(steps.values())) > 1 or not reward.size:
         raise DataError(
-            f"{where} has {steps} rows; each step has one of each: repair it or leave it out"
+            f"{where} has {steps} rows, but a step has one row of each; repair or remove the "
+            "episode"
         )
     for array in (observation, action, reward):
         if not np.isfinite(array).all():
-            raise DataError(f"{where} holds a number that is not finite; leave it out")
+            raise DataError(
+                f"{where} has a number that is not finite; repair or remove the episode"
+            )
     return Episode(task, observation, action, reward.reshape(-1))
 
 
@@ -128,17 +132,17 @@ def _as_rows(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Column:
-    """Bins of one number: bin b has [edges[b - 1], edges[b])."""
+    """Bins of one column's numbers: bin b has those in [edges[b - 1], edges[b])."""
 
     name: str
     edges: tuple[float, ...]
-    """Ascending."""
+    """Edges between the bins, ascending."""
     values: tuple[float, ...]
-    """A number for each bin: the median of its numbers, or the only one."""
+    """Number that stands for each bin in its token's text: the median of its numbers."""
 
     @classmethod
     def fit(cls, name: str, numbers: np.ndarray, bins: int) -> "Column":
-        """Return bins that have about as many of ``numbers`` each.
+        """Return bins that each have about the same share of ``numbers``.
 
         If there are at most ``bins`` different numbers, each has a bin.
         """
@@ -149,27 +153,27 @@ class Column:
 
         shares = np.arange(1, bins) / bins
         edges = np.unique(np.quantile(numbers, shares, method="higher"))
-        edges = edges[edges > distinct[0]]  # the first bin is not empty
+        edges = edges[edges > distinct[0]]  # otherwise the first bin would be empty
         bin_of = np.searchsorted(edges, numbers, side="right")
         medians = [float(np.median(numbers[bin_of == index])) for index in range(len(edges) + 1)]
         return cls(name, tuple(edges.tolist()), tuple(medians))
 
 
 class Codec:
-    """Token ids of steps.
+    """Turns the numbers of steps into token ids.
 
-    Id 0 ends a text; the marks follow, then the bins of each column, one column after the other.
+    Id 0 ends a text. The ids of the marks follow, then those of the bins, column by column.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
-        """``columns`` are those of ``Episode.numbers``."""
+        """Set up for the bins of the columns of ``Episode.numbers``."""
         self.columns = tuple(columns)
         sizes = [len(column.values) for column in columns]
         self.offsets = _FIRST + np.cumsum([0, *sizes])[:-1]
-        """The first id of each column, int64 [C]."""
+        """First token id of each column, int64 [C]."""
         self.vocab_size = _FIRST + sum(sizes)
         self.acts = np.array([column.name.startswith("action") for column in columns])
-        """Columns that are actions, bool [C]."""
+        """True for the columns that are actions and carry loss, bool [C]."""
 
     @classmethod
     def fit(cls, episodes: Sequence[Episode], bins: int) -> "Codec":
@@ -178,13 +182,13 @@ class Codec:
         An attempt's target, the best return of its chain, is at least its own return and at most
         the best of its task: the bins are fitted to both.
 
-        Raises DataError: episodes with other numbers of columns.
+        Raises DataError if episodes have different numbers of columns.
         """
         shapes = {(e.observation.shape[1], e.action.shape[1]) for e in episodes}
         if len(shapes) != 1:
             raise DataError(
-                f"the episodes' observations and actions have {sorted(shapes)} numbers; prepare "
-                "each alone"
+                f"the episodes' observations and actions have different sizes, {sorted(shapes)}; "
+                "prepare each size separately"
             )
         ((observations, actions),) = shapes
 
@@ -208,7 +212,7 @@ class Codec:
 
     @classmethod
     def load(cls, prefix: Path) -> "Codec":
-        """Return the bins of prepared data. Raises DataError if there are none."""
+        """Load the bins of prepared data. Raises DataError if there are none."""
         path = Path(f"{prefix}.json")
         columns = []
         try:
@@ -217,12 +221,12 @@ class Codec:
             return cls(columns)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} holds no bins ({error}); papers.trajectories.prepare writes them"
+                f"{path} has no bins ({error}); write it with papers.trajectories.prepare"
             ) from error
 
     @property
     def words(self) -> list[str]:
-        """The text of every id."""
+        """Text of each token, in the order of ids."""
         words = [END_OF_TEXT, *MARKS]
         for column in self.columns:
             words += [f"{column.name}:{value:g}" for value in column.values]
@@ -231,7 +235,7 @@ class Codec:
     def encode(self, numbers: np.ndarray) -> np.ndarray:
         """Return the ids [..., C] of steps' numbers [..., C].
 
-        Numbers beyond the outer bins are in the outer bins.
+        Numbers beyond the outer bins get the ids of these bins.
         """
         bins = []
         for index, column in enumerate(self.columns):
@@ -239,11 +243,11 @@ class Codec:
         return np.stack(bins, -1) + self.offsets
 
     def mark(self, total: float, best: float) -> int:
-        """Return the id that ends an attempt of return ``total`` if the target is ``best``."""
+        """Return the id that ends an attempt with return ``total`` if the target is ``best``."""
         return 1 + int(total >= best)
 
     def chain(self, attempts: Sequence[Episode]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a sequence, int64 [S], and which of them carry loss, bool [S]."""
+        """Return the ids of a chain, int64 [S], and the mask of those that carry loss, bool [S]."""
         # Stable: equal returns stay in order of time.
         attempts = sorted(attempts, key=lambda episode: episode.total)
         best = attempts[-1].total
@@ -268,19 +272,20 @@ class Chains:
     """Settings of prepared sequences."""
 
     trajectories: int
-    """Attempts of a sequence."""
+    """Number of attempts in a sequence."""
     bins: int = 32
     """Maximum number of bins of a column."""
     seq_length: int | None = None
-    """Tokens of a sample, which holds all sequences that fit; by default those of the longest one.
+    """Number of tokens of a sample, which has as many sequences as fit; by default the length of
+    the longest sequence.
     """
     seed: int = 0
-    """Deals the attempts at a task to its sequences, and orders these."""
+    """Seed that deals the attempts at a task to its sequences, and orders the sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSummary:
-    """Facts about prepared sequences."""
+    """Counts and sizes of the prepared data, which PREFIX.json records."""
 
     tokenizer_sha256: str
     tasks: int
@@ -290,7 +295,7 @@ class ChainSummary:
     learned: int
     """Number of tokens with a loss."""
     left_over: int
-    """Episodes that make no whole sequence of their task."""
+    """Number of episodes left over, too few for another sequence of their task."""
     seq_length: int
 
 
@@ -298,15 +303,15 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     """Write the sequences, their loss mask, the tokenizer and the bins of episodes.
 
     The files are PREFIX.bin and .idx, the pair of the loss mask, PREFIX_tokenizer and PREFIX.json.
-    A pure function of its arguments. Raises DataError: no task has enough episodes, or a sequence
-    is longer than a sample.
+    Their content depends only on the arguments. Raises DataError if no task has enough episodes, or
+    a sequence is longer than a sample.
     """
     codec = Codec.fit(episodes, chains.bins)
 
     groups = _deal(episodes, chains)
     if not groups:
         raise DataError(
-            f"trajectories is {chains.trajectories}, and no task has as many episodes; give fewer"
+            f"trajectories is {chains.trajectories}, but no task has as many episodes; give fewer"
         )
 
     encoded = [codec.chain(attempts) for attempts in groups]
@@ -314,8 +319,8 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     seq_length = chains.seq_length or int(lengths.max())
     if lengths.max() > seq_length:
         raise DataError(
-            f"seq_length is {seq_length}, and a sequence has {lengths.max()} tokens; give "
-            "--seq-length that"
+            f"seq_length is {seq_length}, but a sequence has {lengths.max()} tokens; give a "
+            "larger --seq-length"
         )
 
     endings = (".bin", ".idx", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", TOKENIZER, ".json")
@@ -352,8 +357,8 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
 def _deal(episodes: Sequence[Episode], chains: Chains) -> list[list[Episode]]:
     """Return the attempts of each sequence in order of time, dealt at random within a task.
 
-    A sequence then has good and bad attempts, whatever their time: a player's attempts get better
-    over time, and chains of neighbours would hardly differ in their returns.
+    Each sequence then has good and bad attempts. A player's attempts get better over time, so
+    neighbouring attempts would hardly differ in their returns.
     """
     by_task = defaultdict[str, list[Episode]](list)
     for episode in episodes:

@@ -6,11 +6,11 @@
         --output-prefix runs/data/ab
 
 An .npz is an episode in ExoRL's format, with observation, action and reward, and its folder is its
-task. So is a row of JSON lines, {"task": ..., "observation": [[...], ...], "action": [...],
-"reward": [...]}. A chain has N attempts at one task, dealt at random and sorted by their returns.
-Each step is a token for the return that remains to the chain's best one, one for each number of the
-state and of the action, and one for the reward; only actions carry loss. PREFIX.json has the bins,
-which are by quantiles, and PREFIX.bin and .idx the chains as packed samples.
+task. A row of JSON lines is an episode too, {"task": ..., "observation": [[...], ...], "action":
+[...], "reward": [...]}. A chain has N attempts at one task, dealt at random and sorted by their
+returns. Each step has a token for the return that remains to the chain's best one, one for each
+number of the state and of the action, and one for the reward; only actions carry loss. PREFIX.json
+has the bins, whose edges are quantiles; PREFIX.bin and .idx have the chains as packed samples.
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX_tokenizer/tokenizer.json --sft ...
 """
@@ -31,34 +31,34 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files; folders are searched for --suffix",
+        help="files, or folders to search for files with --suffix",
     )
     add(
         "--suffix",
         default=".npz",
         help="ending of the files to read from a folder (default: %(default)s)",
     )
-    add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="where to write")
-    add("--trajectories", type=positive, required=True, metavar="N", help="attempts of a chain")
+    add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="prefix of the output")
+    add("--trajectories", type=positive, required=True, metavar="N", help="attempts in a chain")
     add(
         "--bins",
         type=at_least(2),
         default=32,
         metavar="N",
-        help="maximum number of bins of a column (default: %(default)s)",
+        help="maximum number of bins per column (default: %(default)s)",
     )
     add(
         "--seq-length",
         type=positive,
         metavar="N",
-        help="tokens of a sample (default: the longest chain's)",
+        help="number of tokens per sample (default: that of the longest chain)",
     )
     add(
         "--seed",
         type=at_least(0),
         default=0,
         metavar="N",
-        help="deals attempts to chains (default: %(default)s)",
+        help="seed that deals attempts to chains (default: %(default)s)",
     )
     return parser
 
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     prefix = args.output_prefix
     if Path(f"{prefix}.json").exists():
-        raise DataError(f"{prefix}.json exists; give another --output-prefix, or remove it")
+        raise DataError(f"{prefix}.json exists; give another --output-prefix, or remove the file")
     episodes = list(read_episodes(input_files(args.input, args.suffix)))
     if not episodes:
         raise DataError(

@@ -10,8 +10,7 @@ for one length and number of ranks, and a *plan* adds the mask: which tiles each
 each round. All of this is arithmetic on the CPU, so a plan can be tested, costed and printed
 without processes. A *transport* moves tensors, an *executor* runs a plan over it, an *operator*
 wraps the executor for autograd and torch.compile, and the *API* checks arguments. A new method is
-therefore a few lines of data, and every method has the same numerics, since one executor runs them
-all.
+therefore a few lines of data, and all methods have the same numerics, since one executor runs them.
 """
 
 from parallel.context.api import ContextParallel, context_parallel

@@ -56,7 +56,8 @@ class ContextParallel:
         stages = geometry.options.ulysses_head_chunks
         if stages > 1:
             self._executor = StagedExecutor(self.transport, backend, self._heads, stages)
-            self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges heads
+            # Nothing is left to exchange outside, since this executor exchanges heads itself.
+            self._outside = HeadExchange(self.transport, (rank,))
 
         self._state_executor = StateExecutor(self.transport, backend)
         self._delta_executor = DeltaExecutor(self.transport, backend)
@@ -75,7 +76,7 @@ class ContextParallel:
             documents, window: as for ``make_plan``.
 
         Raises:
-            ContextError: as ``make_plan``.
+            ContextError: for the same reasons as ``make_plan``.
         """
         other = copy(self)
         other._bind_plan(self.plan.under(documents=documents, window=window))
@@ -87,7 +88,7 @@ class ContextParallel:
         Not collective.
 
         Raises:
-            ContextError: as ``make_plan``.
+            ContextError: for the same reasons as ``make_plan``.
         """
         geometry = self.plan.geometry
         mask = self.plan.mask
@@ -103,8 +104,8 @@ class ContextParallel:
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
         """Precompute the schedules that attention under this mask needs at its first call.
 
-        They are for the forward and backward passes of layers with these windows. Safe in another
-        thread, so a data loader's thread can prepare the next micro-batch.
+        They cover the forward and backward passes of layers with these windows. The call is safe in
+        another thread, so a data loader's thread can prepare the next micro-batch.
         """
         if self.plan.geometry.method.states:
             return
@@ -265,7 +266,7 @@ def context_parallel(
             ``PlanOptions``.
 
     Raises:
-        ContextError: as in ``make_plan``.
+        ContextError: for the same reasons as ``make_plan``.
     """
     size = dist.get_world_size(group) if group is not None else 1
     plan = make_plan(method, seq_len=seq_len, size=size, **others)

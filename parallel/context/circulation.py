@@ -33,7 +33,7 @@ class WholeTensors:
         holders: tuple[int, ...],
         arrival: Arrival,
     ) -> None:
-        """Start with the first round's tensors: ``arrival`` gathers those of ``holders``."""
+        """Start with the tensors of the first round, which ``arrival`` gathers from ``holders``."""
         self._transport = transport
         self._rounds = rounds
         self._holders = holders
@@ -53,7 +53,10 @@ class WholeTensors:
                 yield index, step.tiles, visiting
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Send the gradient of round ``index``'s tensors onward; may overwrite its buffer."""
+        """Add the gradients that arrive for round ``index``, and send the sum on.
+
+        ``gradient`` may be overwritten.
+        """
         arrivals = self._gradients.pop(index, [])
         while arrivals:
             # No variable holds the arrived tensors, so their memory is free before the next
@@ -74,7 +77,7 @@ class WholeTensors:
 class NeededRows:
     """Circulates only the rows that some query sees (parallel/context/sparse/flow.py).
 
-    The methods are those of ``WholeTensors``.
+    The class has the same methods as ``WholeTensors``.
 
     Gradients of several ranks arrive for the same rows, in any order. Floating-point addition is
     not associative, so adding them as they arrive would make two runs differ. Instead they are
@@ -90,7 +93,8 @@ class NeededRows:
         self._returning: dict[int, list[RowArrival]] = {}
         """Gradients in transit, keyed by the round to whose gradient they are added."""
         self._sent: list[tuple[int, Callable[[], object]]] = []
-        """Pending sends; each has the round at which it is awaited and its buffers are freed."""
+        """Pending sends: the round in which to wait for each and free its buffers, and the function
+        that waits."""
         self._sums: Tensors = ()
         """Gradient of this rank's own rows, summed so far."""
 
@@ -182,9 +186,9 @@ class NeededRows:
     def _finish(self, index: int) -> None:
         """Wait for the sends that are due by round ``index``, and free their buffers.
 
-        It waits for operands that are due by round ``index``, and for gradients that are due or
-        were sent two rounds ago. The rank in the earliest round waits only for transfers that have
-        been posted, so ranks cannot wait in a circle.
+        Operands are waited for when they are due; gradients when they are due, or two rounds after
+        they were sent. So the rank in the earliest round waits only for transfers that its peers
+        have posted, and ranks cannot wait for each other in a circle.
         """
         remaining = []
         for until, sent in self._sent:

@@ -25,32 +25,32 @@ class ContextConfig:
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
     """Layout: which rank owns which tokens, for methods that support several layouts; auto is
     zigzag if a causal mask must be balanced. balanced, the default of exchange, follows the
-    documents of each micro-batch and gives all ranks equally many tokens and equal work. Under
-    full attention striped and zigzag have no advantage, as layouts or as methods, and run only
-    if this option names them."""
+    documents of each micro-batch and gives all ranks the same number of tokens and equal work.
+    Under full attention striped and zigzag have no advantage, as layouts or as methods, so they
+    run only if this option names them."""
     context_parallel_team_size: int = 1
     """Number of ranks per wallfacer team (C); its square must divide the context-parallel size.
     1 is a plain ring.
     """
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
-    """Which ranks of wallfacer are neighbours, and so share a node: the members of a team
+    """Ranks of wallfacer that are neighbours, and therefore share a node: the members of a team
     (collect_intra) or of a ring (p2p_intra)."""
     context_parallel_ranks_per_node: int | None = None
     """Number of context-parallel ranks per node, for double_ring and exchange; by default the
     launcher's number, or all ranks if it is unknown."""
     ulysses_degree: int = 1
-    """Number of neighbouring ranks that split the heads among them; the method runs over groups
-    of that many ranks. With method ulysses it is all ranks."""
+    """Number of neighbouring ranks that split the heads among themselves. The method treats each
+    such group as one rank. Method ulysses uses all ranks."""
     ulysses_head_chunks: int = 1
-    """Number of stages (UPipe): each exchanges and attends with a part of the heads, which divides
-    the memory of the exchanged q, k, v and out by this number. It must divide the number of query
-    heads of a rank after the exchange. For softmax attention only."""
+    """Number of stages (UPipe). Each stage exchanges and attends with a part of the heads, so the
+    memory of the exchanged q, k, v and out is divided by this number. It must divide the number of
+    query heads of a rank after the exchange. For softmax attention only."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
     """Schedule for passing the states of a delta rule between ranks: from each rank to the next
     (chain), or in a tree (tree); auto takes the schedule that is predicted to be faster."""
     cluster: str | None = None
-    """TOML file of the cluster for which auto chooses, as in configs/clusters; by default the file
-    for this kind of device.
+    """TOML file that describes the cluster for which auto chooses, such as one of configs/clusters;
+    by default the file for this kind of device.
     """
     attention_backend: BackendName = "auto"
     """Kernel that computes one attention block. On Hopper and Blackwell GPUs auto takes cudnn or,
@@ -61,7 +61,7 @@ class ContextConfig:
 
     @property
     def title(self) -> str:
-        """The method, team size and Ulysses degree in a few words."""
+        """The method in a few words, with the team size, Ulysses degree and stages above 1."""
         words = [self.context_parallel_method]
         if self.context_parallel_team_size > 1:
             words.append(f"teams of {self.context_parallel_team_size}")
@@ -100,8 +100,8 @@ class ContextConfig:
     ) -> None:
         """Check that ``size`` ranks can run this configuration with these heads.
 
-        Needs no processes. Under full attention (not ``causal``), a method whose layout balances a
-        causal mask is refused, unless the configuration names a layout.
+        No processes are needed. Under full attention (not ``causal``), a method whose layout
+        balances a causal mask is refused, unless the configuration names a layout.
 
         Raises:
             ContextError: the ranks cannot run it; the message has the reason and the fix.
@@ -109,8 +109,8 @@ class ContextConfig:
         method = self.context_parallel_method
         if self.cluster is not None and method != "auto":
             raise ContextError(
-                f"cluster is {self.cluster}, but with context_parallel_method {method} there is "
-                "nothing to choose for a cluster; leave out --cluster, set "
+                f"cluster is {self.cluster}, but it only serves to choose a method, and "
+                f"context_parallel_method is already {method}; leave out --cluster, set "
                 "--context-parallel-method auto, or give --allow-resize"
             )
         defaults = ContextConfig().plan_arguments(None)
@@ -119,7 +119,8 @@ class ContextConfig:
             raise ContextError(
                 f"context_parallel_method is {method}, but an option is set that it {reason}: "
                 "layout, team size, placement, ranks per node, ulysses_degree, "
-                "ulysses_head_chunks or delta_rule_schedule; leave them out, or choose a method"
+                "ulysses_head_chunks or delta_rule_schedule; leave these options out, or set "
+                "context_parallel_method to a method"
             )
         if not causal and self.delta_rule_schedule != "auto":
             raise ContextError(
@@ -136,7 +137,7 @@ class ContextConfig:
         plan.geometry.check_heads(heads, kv_heads)
 
     def _check_full_layout(self) -> None:
-        """Raise ContextError if the layout only balances a causal mask, unless it was forced."""
+        """Raise ContextError if the layout only balances a causal mask and no option forces it."""
         method = self.context_parallel_method
         layout = method_of(method).layout(causal=False)
         if layout not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":

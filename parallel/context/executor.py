@@ -38,10 +38,11 @@ class Executor:
     """Softmax attention of one rank, for any plan of one geometry.
 
     One loop serves every method. Some tensors are *stationary*: those of this rank, or of its team,
-    gathered once. Others *visit*: in each round the rank holds those of another rank. A forward
-    keeps queries and receives KV. A backward may do either: KV visits with its gradient following,
-    or queries do (q, dout, out, lse), with dq following. The backward needs no second softmax:
-    with the global out and lse of a row, the gradient of each tile is independent of all others.
+    gathered once. Others *visit*: in each round the rank holds those of another rank. In a forward
+    pass queries are stationary and KV visits. In a backward pass either KV visits, followed by its
+    gradient, or queries (q, dout, out, lse) visit, followed by dq. The backward pass needs no
+    second softmax, because with the global out and lse of a row, the gradient of each tile is
+    independent of all others.
     """
 
     transport: Transport
@@ -53,7 +54,7 @@ class Executor:
         self.rank = self.transport.rank
         self._holders = self.geometry.holders(self.rank)
         self._team = self.geometry.teammates(self.rank)
-        # True if no other rank attends to the same heads
+        # If all ranks split the heads, no other rank attends with this rank's heads.
         self._alone = self.geometry.size == self.geometry.ulysses_degree
         self._prefetched: tuple[int, Arrival] | None = None
 
@@ -104,9 +105,9 @@ class Executor:
                     queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend
                 )
             else:
-                # An error in lse scales all weights of a row, and the gradients of the norms of q
-                # and k do not average it out. Each merge would round lse once more, so it is kept
-                # in float64 on a CPU; GPU kernels return lse in float32.
+                # An error in lse scales all weights of a row, so it does not average out in the
+                # gradients of the norms of q and k. Each merge would round lse once more; therefore
+                # it is kept in float64 on a CPU. GPU kernels return lse in float32.
                 out, lse = results or empty_results(rows, q, accum_dtype)
                 lse_dtype = torch.float64 if lse.device.type == "cpu" else accum_dtype
                 (out,) = _dense((out,), accum_dtype)
@@ -118,7 +119,7 @@ class Executor:
         if not team_q:
             gather_queries()  # all tokens here are padding, but the transfer must end
 
-        # Without a team and without sinks nothing is left to merge: the kernel's dtype is final.
+        # Without a team and without sinks nothing is left to merge, so the kernel's dtype is final.
         is_final = len(self._team) == 1 and sinks is None
         if results:
             out, lse = _dense(results, None if is_final else accum_dtype)
@@ -187,7 +188,7 @@ class Executor:
     ) -> tuple[Tensors, Tensors]:
         """Compute the gradients of one round.
 
-        A round of a single tile takes the kernel's results as they are, without a sum.
+        If the round has a single tile, the kernel's results are its gradients, without any sum.
 
         Args:
             tiles: the round's tiles.
@@ -241,8 +242,8 @@ class Executor:
     def _take_prefetched(self, handle: int | None) -> Arrival | None:
         """Take the pending gather of k and v, which must have this handle; None means no gather.
 
-        At most one gather is pending, since only a layer's q projection runs in between. A gather
-        that is never used wastes memory and traffic, so it is an error.
+        At most one gather is pending, since only the layer's q projection runs between its start
+        and its use. A gather that is never used is an error, because it wastes memory and traffic.
         """
         pending_handle = None
         arrival = None
@@ -260,7 +261,7 @@ class Executor:
     def _circulation(
         self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None
     ) -> WholeTensors | NeededRows:
-        """Start to circulate KV or queries, as whole tensors or only the needed rows."""
+        """Start to circulate KV or queries, as whole tensors or, under sparse plans, as rows."""
         if plan.sparse:
             return NeededRows(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)

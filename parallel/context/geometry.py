@@ -42,16 +42,16 @@ class PlanOptions:
     team_size: int = 1
     """Number of ranks per team, for methods with teams."""
     ulysses_degree: int = 1
-    """Number of neighbouring ranks that split the heads; the method runs over groups of them."""
+    """Number of neighbouring ranks that split the heads; the method treats them as one rank."""
     ulysses_head_chunks: int = 1
-    """Number of stages; each exchanges and attends with a part of the heads."""
+    """Number of stages, each of which exchanges and attends with a part of the heads."""
     multiple: int = 1
     """Each rank's number of positions is padded to a multiple of this, for tensor parallelism."""
     layout: str = "auto"
     """Layout, for methods that support several; ``auto`` balances the work under the mask."""
     placement: str = "collect_intra"
-    """Which ranks are neighbours: the members of a team (``collect_intra``) or of a ring
-    (``p2p_intra``).
+    """Ranks that are neighbours, so that they share a node: the members of a team
+    (``collect_intra``) or of a ring (``p2p_intra``).
     """
     ranks_per_node: int | None = None
     """Number of consecutive ranks per node, for ``double_ring`` and ``exchange``; None means that
@@ -62,7 +62,7 @@ class PlanOptions:
     """Schedule by which ranks pass on the states of a delta rule (``linear/segments.py``)."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
-        """Return the options with the layout filled in, and the degree if the method sets it.
+        """Return the options with the layout resolved, and the degree if the method sets it.
 
         Raises:
             ContextError: the method does not support the combination; the message has the reason
@@ -111,9 +111,9 @@ class PlanOptions:
     def _check_state_method(self, method: str) -> None:
         if self.layout not in ("auto", "contiguous", "zigzag"):
             raise ContextError(
-                f"context_parallel_layout is {self.layout!r}, but method {method} passes a state "
-                "along stretches of consecutive tokens, the same number on each rank; use "
-                "contiguous, zigzag or auto"
+                f"context_parallel_layout is {self.layout!r}, but method {method} needs the same "
+                "number of stretches of consecutive tokens on every rank, since it passes a state "
+                "along them; use contiguous, zigzag or auto"
             )
         if self.ulysses_degree > 1:
             raise ContextError(
@@ -171,8 +171,9 @@ class Geometry:
     def layout(self) -> Layout:
         """Layout of the padded sequence.
 
-        Ranks that split heads share tokens as a team does. The layout ``balanced`` depends on the
-        mask (``Plan.layout``); with ``balanced``, only the lengths of this layout are valid.
+        Ranks that split heads share tokens like the ranks of a team. If the options say
+        ``balanced``, only the lengths of this layout are valid, because the positions then depend
+        on the mask; ``Plan.layout`` has them.
         """
         name = "contiguous" if self.options.layout == BALANCED else self.options.layout
         team = self.team_size * self.ulysses_degree
@@ -290,7 +291,7 @@ class Geometry:
 
     @cached_property
     def shape(self) -> Shape:
-        """Numbers of places in all, in a team and in a node, for the method."""
+        """Numbers of places that the method arranges: in total, per team and per node."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
         return Shape(
             self.size // self.ulysses_degree,
@@ -312,7 +313,7 @@ class Geometry:
 
     @kept_in_object
     def _at_ranks(self, key: bytes | int) -> np.ndarray:
-        """Compute ``at_ranks`` once per array of peers, since the rounds of a ring share one."""
+        """Compute ``at_ranks`` once per array of peers; all rounds of a ring share one array."""
         peers = np.frombuffer(key, dtype=np.int64) if isinstance(key, bytes) else key
         place_peers = np.broadcast_to(peers, self.shape.size)[self._place_of_group]
         first_ranks = self._first_ranks[place_peers]
@@ -346,7 +347,10 @@ class Geometry:
         return tuple(ranks)
 
     def owner(self, rank: int) -> int:
-        """Return the layout's number for ``rank``; layouts number the ranks place by place."""
+        """Return the index of ``rank`` in the layout.
+
+        Layouts number all ranks of one place before those of the next place.
+        """
         return self.place(rank) * self.ulysses_degree + rank % self.ulysses_degree
 
 

@@ -2,13 +2,13 @@
 
 A layout is a bijection between (rank, local index) and global position; each rank's positions
 ascend. It alone decides which tokens, labels and position ids a rank gets. With teams of C ranks,
-the P / C teams take the place of ranks, and each member holds a 1 / C slice of its team's
-positions, so that an all-gather in a team yields ascending positions.
+tokens are assigned to the P / C teams instead of to ranks, and each member holds a 1 / C slice of
+its team's positions, so that an all-gather in a team yields ascending positions.
 
 A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides
 only, never with one number per token, so a plan for a million tokens is as quick to make as one for
-a thousand. In linear attention a state passes through each stretch of consecutive tokens: a
-``Passage``.
+a thousand. In linear attention a state passes through a rank's stretches of consecutive tokens, one
+``Passage`` each.
 
 A mask may change with every micro-batch; ranks and groups do not depend on it.
 """
@@ -124,8 +124,9 @@ def place_of_ranks(placement: str, size: int, team_size: int) -> np.ndarray:
     """Return each rank's place (its number in the method), a permutation: int64 [size].
 
     As in WallFacer, section 3.4: a team group is G teams of C = ``team_size`` ranks, or C rings of
-    G ranks. Launchers fill nodes with consecutive ranks, so neighbours share a node: the ranks of a
-    team, which gather and reduce (``collect_intra``), or the ranks of a ring (``p2p_intra``).
+    G ranks. Launchers fill nodes with consecutive ranks, so the placement decides which ranks share
+    a node: those of a team, which gather and reduce (``collect_intra``), or those of a ring
+    (``p2p_intra``).
     """
     if placement == "collect_intra":
         return np.arange(size)
@@ -142,8 +143,8 @@ Window = tuple[int, int]
 Megatron-LM.
 """
 Reach = tuple[int | None, int | None]
-"""(behind, ahead): the query at position p sees keys p - behind to p + ahead of its document; None
-means all.
+"""Pair (behind, ahead): the query at position p sees keys p - behind to p + ahead of its document;
+None means all.
 """
 
 
@@ -248,13 +249,13 @@ class Passage:
     target: int | None
     """Rank to send the state to; None if no stretch follows, or if a document ends in between."""
     goes_through: bool
-    """True if the incoming state reaches the other end of the stretch: no document ends inside."""
+    """True if the incoming state reaches the stretch's other end, since no document ends inside."""
     num_readers: int
-    """Number of tokens that see the incoming state: those of the stretch's first document, or of
-    its last document in the backward pass.
+    """Number of the stretch's tokens that see the incoming state: those of its first document or,
+    in the backward pass, of its last document.
     """
     documents: tuple[int, ...] | None
-    """Cumulative lengths of the parts of documents in this stretch; None for one document."""
+    """Cumulative lengths of the document parts in this stretch; None if there is only one."""
 
     def of(self, x: Tensor) -> Tensor:
         """Return the stretch's tokens of x ``[B, T, ...]``."""

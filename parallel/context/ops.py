@@ -1,8 +1,9 @@
 """Custom operators of context parallelism, each with its call, forward, fake and backward.
 
-Each is opaque to torch.compile, to recompute policies and to the planner. torch.compile cannot
-trace process groups, and would break the graph of every layer; a policy can save the attention by
-its name and not run its communication twice; and a planner can replace the operator by its cost.
+Each is opaque to torch.compile, to recompute policies and to the planner, and this helps all three.
+torch.compile cannot trace process groups, and would otherwise break the graph of every layer. A
+recompute policy can save the attention by its operator's name, so that its communication does not
+run twice. And the planner can replace the operator by its cost.
 
 Operators take no Python objects, so they take handles (``parallel.context.plan``). The function
 that calls an operator takes the objects.
@@ -154,7 +155,7 @@ def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, *_, ctx.degree, ctx.handle = inputs
     ctx.heads = x.shape[2]
-    ctx.exchange = HEAD_EXCHANGES[ctx.handle]  # keep it alive until the backward
+    ctx.exchange = HEAD_EXCHANGES[ctx.handle]  # keep the exchange alive until the backward pass
 
 
 def _tokens_to_heads_backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
@@ -192,7 +193,7 @@ def _relayout_out(x: Tensor, handle: int) -> Tensor:
 
 def _save_relayout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.handle = inputs
-    ctx.relayout = RELAYOUTS[ctx.handle]  # keep it alive until the backward
+    ctx.relayout = RELAYOUTS[ctx.handle]  # keep the relayout alive until the backward pass
 
 
 _relayout_in.register_fake(lambda x, handle: x.new_empty(x.shape))
@@ -216,7 +217,7 @@ def rank_operator(
     plan_from: Callable[[Tensor, Geometry], Plan] = plan_of,
     others: str = "",
 ) -> None:
-    """Register the forward and backward of a class of executors as one operator.
+    """Register the forward and backward pass of a class of executors as one operator.
 
     The executors have ``forward(plan, *operands)`` and ``backward(plan, dout, saved, *operands)``.
     The operator takes ``inputs`` and ``others``, then the handles of an executor and of a plan, and
@@ -295,7 +296,7 @@ def delta_attention(
 
 
 def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    saved_size = torch.library.get_ctx().new_dynamic_size()  # the plan decides it
+    saved_size = torch.library.get_ctx().new_dynamic_size()  # the plan decides the size
     return v.new_empty(v.shape), v.new_empty(saved_size, dtype=accum_dtype(v.dtype))
 
 
@@ -317,7 +318,7 @@ def context_convolution(
 
 
 def _convolution_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()  # the plan decides it
+    rows = torch.library.get_ctx().new_dynamic_size()  # the plan decides the number
     return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
 
 

@@ -37,7 +37,7 @@ from parallel.context.workload import PieceSets, Work, count_work
 from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
-"""Plans, keyed by handle."""
+"""Plans in use, keyed by the handles that operators take in their place."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Plan:
     geometry: Geometry
     mask: Mask
     balanced: Mask | None = None
-    """The mask that the ``balanced`` layout balances, if it is not this plan's own mask: that of
-    the layers without a window.
+    """Mask whose work the ``balanced`` layout balances; None means this plan's own mask. For layers
+    with a window it is the mask of the layers without one, since all layers share the layout.
     """
 
     @cached_property
@@ -121,7 +121,7 @@ class Plan:
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
     def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
-        """Return the plan for the same geometry and another mask. Raises as ``make_plan``."""
+        """Return the plan for the same geometry and another mask; raises as ``make_plan``."""
         return _plan(self.geometry, mask_of(self.causal, documents, window, self.seq_len))
 
     def windowed(self, window: Window) -> "Plan":
@@ -137,8 +137,8 @@ class Plan:
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
         """Return the rounds of ``rank`` in order, for an exchange of whole tensors.
 
-        With ``moves`` kv they are for a forward pass, or a backward pass that moves KV; with
-        queries, for a backward pass that moves queries.
+        With ``moves`` "kv" they are for a forward pass, or for a backward pass that moves KV; with
+        "queries", for a backward pass that moves queries.
         """
         team = self.pieces(self.geometry.team(rank))
         stride = self.layout.stride
@@ -235,9 +235,10 @@ class Plan:
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
-        """Return the distinct sets of pieces over all places, and the index of each place's set.
+        """Return the distinct sets of pieces that places have of their peers.
 
-        Two places with the same first peer have the same set.
+        Also return the index of each place's set, int64 ``[places]``. Two places with the same
+        first peer have the same set.
         """
         first_peers = np.broadcast_to(peers[0], self.geometry.shape.size)
         _, examples, set_index = np.unique(first_peers, return_index=True, return_inverse=True)
@@ -259,8 +260,8 @@ class PlanHandle:
 
 _geometry = lru_cache(maxsize=1024)(Geometry)
 _whole = lru_cache(maxsize=1024)(Plan)
-# Every micro-batch of packed documents has its own plan, which the handle keeps alive. A large
-# cache would hold the tables of batches long past.
+# Every micro-batch of packed documents has its own plan, which the handle keeps alive. So a large
+# cache would only hold the tables of batches long past.
 _packed = lru_cache(maxsize=16)(Plan)
 
 
@@ -284,7 +285,7 @@ def make_plan(
         method: a name in ``METHODS``.
         seq_len: number of tokens; padding follows, up to a length that the layout can divide.
         size: number of ranks that share the sequence.
-        causal: position p sees positions up to p in its document; otherwise all of its document.
+        causal: True if position p sees its document only up to p; False if it sees all of it.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
         window: numbers of keys (left, right) that a query sees besides its own, -1 for all; right
             is 0 or -1 if causal.
@@ -308,7 +309,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
     num_places = geometry.shape.size
     team_peers = geometry.method.team(np.arange(num_places), geometry.shape)
     team_sets, team_index = plan.piece_sets(team_peers)
-    # A set that a place holds in a later round is held by some place in the first round.
+    # The sets of the first round are enough: a set that a place holds later is some place's first.
     held_sets, first_index = plan.piece_sets(geometry.rounds[0].holds)
 
     pairings: list[tuple[np.ndarray, np.ndarray] | None] = []

@@ -28,8 +28,8 @@ class SoftmaxAttention:
 
         Args:
             plan: a handle in ``PLANS``.
-            gathers: True if the attention starts with an all-gather of whole k and v, which is then
-                worth starting early.
+            gathers: True if the attention starts with an all-gather of whole k and v;
+                ``prefetch_kv`` can then start it early.
         """
         self._executor = executor
         self._heads = heads
@@ -81,7 +81,8 @@ class SoftmaxAttention:
         Call that function before any other attention of this object.
 
         Raises:
-            ContextError: as for the attention; or k and v were prefetched earlier and never used.
+            ContextError: for the same reasons as the attention, or because an earlier prefetch of k
+                and v was never used.
         """
         if not self._gathers or mask is not None or window is not None:
             return lambda q: self(q, k, v, mask, window=window, sinks=sinks)

@@ -1,4 +1,4 @@
-"""Executor of softmax attention in stages of heads, to bound the memory of exchanged tensors.
+"""Executor that runs softmax attention in stages of heads, to bound the memory of the exchange.
 
 An exchange of heads doubles a layer's tensors: q, k, v and out exist before it and after it. With
 stages, only a part of the exchanged tensors exists at any time, at the price of more messages.
@@ -130,9 +130,10 @@ class StagedExecutor(Executor):
 
 @dataclass(frozen=True)
 class HeadSubset:
-    """The heads of one stage, on all ranks: the heads at ``turn`` and ``index``.
+    """The heads of one stage, on all ranks.
 
-    ``split`` factors the head dimension into (rank, turn, KV head, index, head).
+    ``split`` factors the head dimension into (rank, turn, KV head, index, head); the subset has the
+    heads at ``turn`` and ``index``.
     """
 
     split: tuple[int, ...]

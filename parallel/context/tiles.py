@@ -40,8 +40,8 @@ class Piece(NamedTuple):
 def pieces(strides: Iterable[Stride], stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
     """Join strides in the order of their first positions, and cut them at document boundaries.
 
-    Adjacent strides become one piece. Joined positions ascend, unless those of several ranks
-    interleave, as in a striped layout: those are concatenated.
+    Adjacent strides become one piece. The positions then ascend, unless the strides of several
+    ranks interleave, as in a striped layout; interleaving strides are concatenated.
 
     Args:
         strides: strides of one rank or of several ranks.
@@ -113,8 +113,8 @@ def tiles(
 def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]:
     """Return the tiles of two pieces of one document, in local indices.
 
-    Row i sees columns i + first to i + last: ``first`` and ``last`` are e and d of the module's
-    docstring. If one of them hides no column, the other alone gives the tiles.
+    Row i sees columns i + first to i + last; ``first`` and ``last`` are e and d of the module's
+    docstring. If one of them hides no column, the other alone determines the tiles.
     """
     behind, ahead = reach
     rows = q.length

@@ -1,8 +1,9 @@
 """Count the bytes that a geometry sends between ranks, point to point and in collectives.
 
 Either whole keys, values and queries travel, or only the rows that a query sees (``Plan.sparse``).
-A collective counts the bytes sent to each peer. A state passes to the next rank only inside a
-document: ``boundaries`` are the start positions of all documents but the first.
+A collective counts the bytes sent to each peer. States pass to the next rank only inside a
+document, so their bytes depend on ``boundaries``, the start positions of all documents but the
+first.
 
 The counts are exact, not estimates. A transport counts the bytes that it sends, and tests compare
 the two for every method, so the planner's bytes and the tables in the documentation cannot drift
@@ -26,7 +27,7 @@ from parallel.context.sparse.rows import count
 
 
 class Message(NamedTuple):
-    """``size`` bytes from each rank to a peer, or in a collective to several peers.
+    """A message of ``size`` bytes from each rank to one peer or, in a collective, to several.
 
     ``to`` is int64 ``[ranks]``, or ``[ranks, members]`` in a collective. A rank sends nothing to
     itself. The message is in transit from round ``first`` to round ``last``; a value equal to the
@@ -96,12 +97,12 @@ class Sizes(NamedTuple):
 
     @property
     def kv_passes(self) -> int:
-        """Number of stages that attend with the same KV heads."""
+        """Number of stages that attend with the same KV heads: KV circulates that many times."""
         return self.stages // gcd(self.stages, self.kv_heads)
 
     @property
     def stage(self) -> "Sizes":
-        """Sizes of one stage."""
+        """Sizes of the tensors with which one stage attends."""
         turns = gcd(self.stages, self.kv_heads)
         return self._replace(
             heads=self.heads // self.stages, kv_heads=self.kv_heads // turns, stages=1
@@ -118,7 +119,7 @@ class Sizes(NamedTuple):
         return max(4, self.element_size)
 
     def payload(self, moves: Moves) -> int:
-        """Return the number of bytes of k and v, or of q, dout, out and lse.
+        """Return the bytes of one rank's circulating operands: k and v, or q, dout, out and lse.
 
         The operands travel in the dtype of activations, lse in float32 or wider.
         """
@@ -133,7 +134,10 @@ class Sizes(NamedTuple):
         return self.batch * self.heads * self.head_dim * self.values * self.wide
 
     def gradient(self, moves: Moves) -> int:
-        """Return the bytes of dk and dv, or of dq; partial sums travel in float32 or wider."""
+        """Return the bytes of the operands' gradients: dk and dv, or dq.
+
+        They are partial sums, so they travel in float32 or wider.
+        """
         heads = self.heads
         if moves == "kv":
             heads = 2 * self.kv_passes * self.kv_heads
@@ -336,7 +340,7 @@ def bytes_of_all(
 
 @lru_cache(maxsize=256)
 def cheaper_backward(geometry: Geometry, dims: Sizes) -> Moves:
-    """Return the operands that the backward sends: as the options say, else those of fewer bytes.
+    """Return the operands that the backward pass sends, by default those with fewer bytes.
 
     With few KV heads (grouped-query attention) KV and its gradient are smaller. With as many KV
     heads as query heads, q, dout, out, lse and dq can be smaller than k, v, dk and dv, since

@@ -19,7 +19,7 @@ from runtime.tensors import Handles, accum_dtype
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
 """Function that waits for a transfer and returns the tensors that arrived."""
-# torch 2.13 renamed this and warns about the old name
+# torch 2.13 renamed all_gather_into_tensor, and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -201,8 +201,8 @@ class Transport:
         """Return every rank's part for this rank's tokens, stacked: the inverse of ``gather``.
 
         [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. If the parts are then summed, this is a
-        reduce-scatter. It moves as many bytes, and adds in a fixed order on any backend; gloo's own
-        reduce-scatter moves twice as many bytes.
+        reduce-scatter that adds in a fixed order on any backend. It moves no more bytes than a
+        reduce-scatter needs, while gloo's own moves twice as many.
         """
         if len(ranks) == 1:
             return tensor[None]
@@ -251,8 +251,8 @@ class Transport:
     def connect_all(self, device: torch.device) -> None:
         """Make NCCL connect each group that ``isend_irecv`` uses, once.
 
-        Connecting is a collective, and in a sparse exchange some ranks may have nothing to send:
-        NCCL would wait for them forever.
+        Connecting is a collective. In a sparse exchange some ranks may have nothing to send, so
+        without this call NCCL would wait for them forever.
         """
         for group in (self._group, self._far):
             if device.type == "cuda" and group is not None and group not in self._connected:
@@ -287,7 +287,8 @@ class HeadExchange:
     An all-to-all in groups of U ranks turns some tokens of all heads into all tokens of some heads;
     a second one reverses this. With fewer KV heads than ranks, several ranks get the same head, and
     their gradients are added. Each direction is a separate operator (ops.py), so that the backward
-    has the exchanged q, k and v, and recompute can keep the result of the second all-to-all.
+    pass can reuse the exchanged q, k and v, and recomputation can keep the result of the second
+    all-to-all.
     """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...] | None = None) -> None:
@@ -312,7 +313,7 @@ class HeadExchange:
     def to_tokens(self, x: Tensor, heads: int | None = None) -> Tensor:
         """Exchange [B, U * T, H / U, D] -> [B, T, H, D].
 
-        ``heads`` is H, if it is known. If H is less than U, several ranks have gradients of the
+        ``heads`` is H; give it if H may be less than U. Then several ranks have gradients of the
         same head, which are added.
         """
         degree = len(self.ranks)

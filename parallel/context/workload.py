@@ -18,12 +18,15 @@ from parallel.context.tiles import Piece, tiles
 
 NO_PIECE = Piece(0, 0, 0, -1)
 START, OFFSET, LENGTH, DOCUMENT = range(4)  # column of each field of a piece
-AT_ONCE = 1 << 16  # pieces: enough to hide the overhead of numpy's calls, in a few megabytes
+# Number of pieces compared at once: enough to hide the overhead of numpy's calls, while the arrays
+# take only a few megabytes.
+AT_ONCE = 1 << 16
 
 PatternCounts = dict[tuple[int, int, bytes], tuple[int, int, int]]
 """Numbers of pairs, tiles and hidden pairs, keyed by pattern."""
 PlacedPieces = tuple[np.ndarray, np.ndarray]
-"""Place ``[n]`` and piece ``[n, 4]``, sorted by place and document."""
+"""Pieces ``[n, 4]`` and the place of each ``[n]``, in the order (place, piece); both are sorted by
+place and document."""
 
 
 class Work(NamedTuple):
@@ -149,7 +152,7 @@ def _as_pieces(rows: np.ndarray) -> list[Piece]:
 def _groups(
     queries: PlacedPieces, keys: PlacedPieces
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the groups of each size: m pieces of queries and n pieces of keys.
+    """Yield the groups of m pieces of queries and n pieces of keys, for one (m, n) after another.
 
     Yields place ``[groups]``, queries ``[groups, m, 4]`` and keys ``[groups, n, 4]``.
     """
@@ -197,8 +200,8 @@ def _patterns(q: np.ndarray, k: np.ndarray, stride: int, reach: Reach) -> np.nda
     """Return a pattern of each group, int64 ``[groups, numbers]``: equal rows have equal tiles.
 
     The numbers are the lengths, the offsets from the first piece, and the first and last key that a
-    piece's first query sees in each piece of keys. These two are as in ``tiles``, but clipped where
-    they hide all keys of the piece or none.
+    piece's first query sees in each piece of keys. The keys are numbered as in ``tiles``, but
+    clipped if they lie beyond the piece, since all keys or none are then hidden.
     """
     rows = q[:, :, None, LENGTH]  # [groups, m, 1]
     columns = k[:, None, :, LENGTH]  # [groups, 1, n]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parallel.diffusers.families import Family
-from parallel.diffusers.split import TokenSplit
+from parallel.diffusers.split import PackedSplit, TokenSplit
 from runtime.errors import UserError
 
 OTHER_KERNEL = (
@@ -25,7 +25,7 @@ OTHER_KERNEL = (
 class ReplacingMode(TorchFunctionMode):
     """Replaces the attention that one module calls during one forward."""
 
-    def __init__(self, layer: str, split: TokenSplit, family: Family) -> None:
+    def __init__(self, layer: str, split: TokenSplit | PackedSplit, family: Family) -> None:
         """Attend for the module named ``layer``."""
         super().__init__()
         self.calls = 0
@@ -53,8 +53,7 @@ class ReplacingMode(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return the attention ``[B, H, n, D]``; the signature is torch's."""
-        has_mask = attn_mask is not None and not self._family.masks_text
-        if is_causal or dropout_p > 0 or has_mask:
+        if is_causal or dropout_p > 0 or not self.takes(attn_mask):
             raise UserError(
                 f"{self._layer}: its attention has a mask or dropout (is_causal {is_causal}, "
                 f"dropout {dropout_p}); ranks share full attention only, and padded text in the "
@@ -63,9 +62,16 @@ class ReplacingMode(TorchFunctionMode):
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return self.attend(query, key.to(query.dtype), value.to(query.dtype), scale)
+        key, value = key.to(query.dtype), value.to(query.dtype)
+        return self.attend(query, key, value, attn_mask, scale)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def takes(self, mask: Tensor | None) -> bool:
+        """Return True if the mask only marks padded text, which the split knows."""
+        return mask is None or self._family.masks_text
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
         """Return the attention ``[B, H, n, D]`` of the ranks."""
         raise NotImplementedError
 
@@ -78,9 +84,14 @@ class ReplacingMode(TorchFunctionMode):
 class AttentionMode(ReplacingMode):
     """Self-attention of the image tokens, or joint attention with the text tokens."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
         """Attend from this rank's tokens to those of all ranks."""
         split = self._split
+        if isinstance(split, PackedSplit):
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [1, n, H, D]
+            return split.attend_packed(q, k, v, scale).transpose(1, 2)
         num_image = split.local_len("image")
         num_text = split.local_len("text")
         num_queries, num_keys = query.shape[2], key.shape[2]
@@ -94,14 +105,39 @@ class AttentionMode(ReplacingMode):
         sample = None
         if split.text_lengths is not None and len(query) < len(split.text_lengths):
             sample = self.calls  # Mochi attends sample by sample
-        local = [x.transpose(1, 2) for x in (query, key, value)]  # [B, n, H, D]
-        out = split.attend(*local, text_first=self._family.text_first, scale=scale, sample=sample)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, n, H, D]
+        out = split.attend(q, k, v, text_first=self._family.text_first, scale=scale, sample=sample)
         return out.transpose(1, 2)
 
 
 class PoolingMode(ReplacingMode):
     """Attention of queries that every rank has whole to the image tokens of all ranks."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
         """Attend from whole queries ``[B, H, Q, D]`` to this rank's keys and all others."""
+        assert isinstance(self._split, TokenSplit)
         return self._split.attend_whole(query, key, value, scale)
+
+
+class CrossMode(ReplacingMode):
+    """Cross-attention of packed clips: each clip's tokens to its own text."""
+
+    def takes(self, mask: Tensor | None) -> bool:
+        """Return True: a mask of the text is cut with it."""
+        return True
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Attend ``[1, H, n, D]`` clip by clip."""
+        assert isinstance(self._split, PackedSplit)
+        outputs = []
+        for tokens, text in self._split.clips():
+            local_mask = None if mask is None else mask[..., text]
+            out = F.scaled_dot_product_attention(
+                query[:, :, tokens], key[:, :, text], value[:, :, text], local_mask, scale=scale
+            )
+            outputs.append(out)
+        return torch.cat(outputs, 2)

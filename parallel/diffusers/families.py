@@ -1,4 +1,4 @@
-"""What each class of diffusers' transformers does with its tokens, as data.
+"""Families of diffusers' transformers: the token streams and arguments of each class, as data.
 
 A model embeds an image or a clip as *image tokens*. Text either comes in by cross-attention, which
 every rank computes for its own queries with the whole text, or as *text tokens* that attend jointly
@@ -42,15 +42,35 @@ class FirstImageTokens:
 
 
 Argument: TypeAlias = Tokens | TextMask | FirstImageTokens | tuple[Tokens, ...]
-"""What an argument holds; a tuple of Tokens describes an argument that is a tuple."""
+"""Content of an argument; a tuple of Tokens describes an argument that is a tuple."""
 
 IMAGE = Tokens("image")
 TEXT = Tokens("text")
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Names by which the clips of a packed sequence are told apart in a block.
+
+    Only blocks that take modulation for each token can compute several clips at once: each clip has
+    its own time.
+    """
+
+    cross: str
+    """Attribute of a block that holds the cross-attention to the text."""
+    text: str = "encoder_hidden_states"
+    text_mask: str | None = None
+    """Argument with a mask of the text ``[B, 1, T]`` that is added to scores."""
+    modulation: str = "temb"
+    modulation_ndim: int = 4
+    """Dimensions of modulation for each token, the second of which counts the tokens."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of the model that cannot be packed, with the reasons."""
+
+
+@dataclass(frozen=True)
 class Family:
-    """Where a class cuts, attends and joins."""
+    """Names of the blocks, arguments and modules at which a class is cut, attends and is joined."""
 
     blocks: Mapping[str, Mapping[str, Argument]]
     """Lists of blocks by their attribute, and the arguments of their forward that are cut."""
@@ -66,6 +86,8 @@ class Family:
     """Arguments of the model itself that are cut, for values that never pass through a block."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the model that are refused, with the reasons."""
+    packing: Packing | None = None
+    """Names for packed clips; None if the blocks have one modulation for all tokens."""
 
     @property
     def joint(self) -> bool:
@@ -84,13 +106,13 @@ class Family:
 
 
 CONTROLNET = "a ControlNet's residuals are added between blocks; run the model without it"
-WAN_BLOCK = {
+WAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "control_hidden_states": IMAGE,
     "temb": Tokens("image", ndim=4),
     "rotary_emb": IMAGE,
 }
-HUNYUAN_BLOCK = {
+HUNYUAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "encoder_hidden_states": TEXT,
     "attention_mask": TextMask(),
@@ -98,7 +120,7 @@ HUNYUAN_BLOCK = {
     "image_rotary_emb": Tokens("image", 0),
     "num_tokens": FirstImageTokens(),
 }
-FLUX_BLOCK = {
+FLUX_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "encoder_hidden_states": TEXT,
     "image_rotary_emb": Tokens("joint", 0),
@@ -109,6 +131,14 @@ WAN = Family(
     attention=("attn1",),
     # With a time per token, the final shift and scale are computed from it outside all blocks.
     inputs={"timestep": Tokens("image", ndim=2)},
+    packing=Packing(
+        "attn2",
+        refused={
+            "encoder_hidden_states_image": (
+                "the cross-attention of Wan 2.1 I2V takes all keys but the last 512 for the image's"
+            )
+        },
+    ),
 )
 WAN_VACE = Family({"blocks": WAN_BLOCK, "vace_blocks": WAN_BLOCK}, attention=("attn1",))
 LTX = Family(
@@ -121,6 +151,7 @@ LTX = Family(
     },
     attention=("attn1",),
     inputs={"timestep": Tokens("image", ndim=2)},
+    packing=Packing("attn2", text_mask="encoder_attention_mask", modulation_ndim=3),
 )
 # Audio is some hundred tokens: every rank has all of them, so the video's queries need no other
 # rank, and the audio's queries attend to every rank's video tokens.

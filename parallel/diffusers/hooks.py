@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.context import ContextParallel
-from parallel.diffusers.attention import AttentionMode, PoolingMode, ReplacingMode
+from parallel.diffusers.attention import AttentionMode, CrossMode, PoolingMode, ReplacingMode
 from parallel.diffusers.families import Argument, Family, TextMask
 from parallel.diffusers.inputs import check_same
-from parallel.diffusers.split import TokenSplit
+from parallel.diffusers.split import PackedSplit, TokenSplit
 from runtime.errors import UserError
 
 SPLIT = "_longmesh_split"
@@ -45,6 +45,8 @@ class Hooks:
         self.active = True
         self.last_split: TokenSplit | None = None
         """The split of the last forward."""
+        self.clip_split: TokenSplit | None = None
+        """The split of the next forwards, while clips are packed."""
         self._model = model
         self._family = family
         self._group = group
@@ -52,7 +54,7 @@ class Hooks:
         self._running = False
         self._split: TokenSplit | None = None
         """The split of the forward in progress, from the first block or cut input on."""
-        self._blocks: list[tuple[nn.Module, TokenSplit]] = []
+        self._blocks: list[tuple[nn.Module, TokenSplit | PackedSplit]] = []
         """The blocks in progress: one, or none."""
         self._modes: list[tuple[nn.Module, ReplacingMode]] = []
         self._checkpoint: Callable[..., Any] | None = None
@@ -63,7 +65,7 @@ class Hooks:
         """Arguments of each block that are cut."""
         for name, arguments in family.blocks.items():
             for block in getattr(model, name):
-                self._arguments[block] = arguments
+                self._arguments[unwrapped(block)] = arguments
         self._modes_of: dict[nn.Module, type[ReplacingMode]] = {}
         """The kind of each attention that spans the ranks."""
         self._handles: list[Any] = []
@@ -75,15 +77,22 @@ class Hooks:
         for block in self._arguments:
             self._before(block, self._begin_block)
             self._after(block, self._end_block)
-            for name in (*self._family.attention, *self._family.pooling):
-                attention = getattr(block, name, None)
-                if attention is not None:
-                    self._modes_of[attention] = AttentionMode
-                    if name in self._family.pooling:
-                        self._modes_of[attention] = PoolingMode
-                    self._before(attention, self._begin_attention)
-                    self._after(attention, self._end_attention)
+            self._install_modes(block, self._family.attention, AttentionMode)
+            self._install_modes(block, self._family.pooling, PoolingMode)
+            if self._family.packing is not None:
+                self._install_modes(block, (self._family.packing.cross,), CrossMode)
         self._after(getattr(self._model, self._family.last), self._gather)
+
+    def _install_modes(
+        self, block: nn.Module, names: tuple[str, ...], mode: type[ReplacingMode]
+    ) -> None:
+        """Replace what the block's attention of these names computes."""
+        for name in names:
+            attention = getattr(block, name, None)
+            if attention is not None:
+                self._modes_of[attention] = mode
+                self._before(attention, self._begin_attention)
+                self._after(attention, self._end_attention)
 
     def remove(self) -> None:
         """Remove the hooks; the model is a plain one again."""
@@ -121,13 +130,14 @@ class Hooks:
         self._check_forward(arguments)
         check_same(arguments, self._group)
         self._running = True
-        self._split = None
+        self._split = self.clip_split
         self._blocks.clear()
         self._wrap_checkpointing()
 
         lengths = self._lengths_of_inputs(arguments)
         if lengths is not None:
-            self._split = self._split_of(*lengths)
+            if self._split is None:
+                self._split = self._split_of(*lengths)
             for name, tokens in self._family.inputs.items():
                 if name in arguments:
                     arguments[name] = self._split.cut_argument(name, arguments[name], tokens)
@@ -171,12 +181,14 @@ class Hooks:
         self._blocks.append((block, split))
         return bound.args, bound.kwargs
 
-    def _split_of_block(self, block: nn.Module, arguments: Mapping[str, Any]) -> TokenSplit:
+    def _split_of_block(
+        self, block: nn.Module, arguments: Mapping[str, Any]
+    ) -> TokenSplit | PackedSplit:
         """Return the split of the forward that this call of a block belongs to.
 
         Raises UserError: the block is computed again, and its arguments are copies.
         """
-        split: TokenSplit | None = getattr(arguments["hidden_states"], SPLIT, None)
+        split: TokenSplit | PackedSplit | None = getattr(arguments["hidden_states"], SPLIT, None)
         if split is not None:
             return split
         if not self._running:
@@ -199,7 +211,9 @@ class Hooks:
                 split.read_mask(name, arguments[name])
         return split
 
-    def _cut(self, block: nn.Module, arguments: dict[str, Any], split: TokenSplit) -> None:
+    def _cut(
+        self, block: nn.Module, arguments: dict[str, Any], split: TokenSplit | PackedSplit
+    ) -> None:
         """Replace arguments of a block by this rank's parts."""
         for name, argument in self._arguments[block].items():
             if name in arguments:
@@ -216,6 +230,8 @@ class Hooks:
             return
 
         def checkpoint(module: nn.Module, *args: Any) -> Any:
+            if not isinstance(module, nn.Module):
+                return module(*args)  # packing runs a function in place of the blocks
             if module not in self._arguments:
                 return original(module, *args)
             bound = _bind(module, args, {})
@@ -229,6 +245,8 @@ class Hooks:
     def _begin_attention(self, attention: nn.Module, args: Any, kwargs: Any) -> None:
         """Enter the mode that gives this attention to the ranks."""
         _, split = self._blocks[-1]
+        if self._modes_of[attention] is CrossMode and not isinstance(split, PackedSplit):
+            return  # the text is whole on every rank
         mode = self._modes_of[attention](self._names[attention], split, self._family)
         mode.__enter__()
         self._modes.append((attention, mode))
@@ -260,6 +278,11 @@ class Hooks:
         if self._checkpoint is not None:
             setattr(model, CHECKPOINT, self._checkpoint)
             self._checkpoint = None
+
+
+def unwrapped(block: nn.Module) -> nn.Module:
+    """Return the block inside torch's checkpoint wrapper, if it is wrapped."""
+    return getattr(block, "_checkpoint_wrapped_module", block)
 
 
 def _bind(module: nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:

@@ -92,7 +92,7 @@ def send_first(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 class _Shape:
-    """What another rank needs to receive a tensor."""
+    """Shape and dtype, which another rank needs to receive a tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape = x.shape

@@ -25,6 +25,7 @@ from parallel.diffusers.families import FAMILIES, Family
 from parallel.diffusers.hooks import Hooks
 from parallel.diffusers.inputs import send_first
 from parallel.diffusers.noise import noise_like
+from parallel.diffusers.packing import PackedForward
 from runtime.errors import UserError
 
 OF_FORWARDS = {
@@ -48,10 +49,13 @@ class Sharded:
         family: Family,
         context: ContextParallel,
         world: dist.ProcessGroup | None,
+        packed_context: ContextParallel | None = None,
     ) -> None:
         self.model = model
         self.group = context.group
         self.world = world
+        self._family = family
+        self._packed_over = lru_cache(maxsize=16)((packed_context or context).over)
         self._hooks = Hooks(model, family, context.group, lru_cache(maxsize=16)(context.over))
         SHARDED.add(model)
 
@@ -81,6 +85,21 @@ class Sharded:
         """
         size = 1 if self.group is None else dist.get_world_size(self.group)
         return mean_loss(loss_sum / size, torch.as_tensor(count) / size, self.world)
+
+    def packed(self, clips: Sequence[Mapping[str, Any]], model: nn.Module | None = None) -> Any:
+        """Return the predictions for clips of any sizes, packed into one sequence. Collective.
+
+        Each clip attends to itself and its own text, without padding. With the method exchange a
+        clip's keys go only to ranks that have queries of this clip.
+
+        Args:
+            clips: arguments of the model's forward for each clip, a batch of 1 with its own time.
+            model: the model in its wrapping, such as DDP's; by default the sharded model.
+
+        Raises UserError: a model without modulation for each token; a clip that cannot be packed.
+        """
+        forward = PackedForward(self.model, self._family, self._hooks, self._packed_over)
+        return forward(model or self.model, clips)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather a block's output ``[B, n, C]`` to all image tokens ``[B, I, C]``. Collective.
@@ -172,7 +191,12 @@ def shard(
     _check_settings(transformer, family, context)
     if world is None:
         world = dist.group.WORLD  # None if no process group is initialised
-    return Sharded(transformer, family, context, world)
+    packed_context = None
+    if method == "exchange":  # its balanced layout gives every rank equal work under documents
+        packed_context = context_parallel(
+            method, seq_len=ranks, group=group, causal=False, **options
+        )
+    return Sharded(transformer, family, context, world, packed_context)
 
 
 def _transformer(model: nn.Module, family: Family | None) -> tuple[nn.Module, Family]:

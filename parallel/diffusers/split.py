@@ -12,6 +12,8 @@ the blocks make of it.
 Shapes: B samples, I image and T text tokens, n of them this rank's, H heads of width D.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +43,31 @@ class GatherTokens(torch.autograd.Function):
         return torch.cat(shards, 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return this rank's part of the summed gradient."""
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(dist.get_world_size(ctx.group), 1)[dist.get_rank(ctx.group)], None
+
+
+class SelectTokens(torch.autograd.Function):
+    """Copy some tokens. Nothing is saved for the backward but the index, which is no saved tensor.
+
+    A block that is computed again under checkpointing must save as many tensors as the first time,
+    and a tensor that several blocks get is cut in only one of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Return the tokens; a view would keep the whole tensor in memory for the backward."""
+        ctx.shape, ctx.dim, ctx.index = x.shape, dim, index
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient, which is 0 for the other tokens."""
+        whole = gradient.new_zeros(ctx.shape)
+        return whole.index_add_(ctx.dim, ctx.index, gradient), None, None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -60,7 +82,7 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the sum of the gradients."""
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
@@ -70,9 +92,16 @@ class SumOverRanks(torch.autograd.Function):
 class TokenSplit:
     """The tokens of one forward: which are this rank's, and how samples with less text end."""
 
-    def __init__(self, context: ContextParallel, image_len: int, text_len: int) -> None:
-        """Find this rank's tokens; ``context`` is over ``image_len + text_len`` positions."""
+    def __init__(
+        self, context: ContextParallel, image_len: int, text_len: int, first: int = 0
+    ) -> None:
+        """Find this rank's tokens.
+
+        Args:
+            context: of a sequence with these tokens, from position ``first`` on.
+        """
         self.context = context
+        self._first = first
         self.whole_len: dict[Stream, int] = {
             "image": image_len,
             "text": text_len,
@@ -81,9 +110,9 @@ class TokenSplit:
         self.text_lengths: tuple[int, ...] | None = None
         """Number of text tokens of each sample without its padding; None if no text is padded."""
 
-        positions = context.positions
-        image = positions[positions < image_len]
-        text = positions[(positions >= image_len) & (positions < image_len + text_len)] - image_len
+        image = self._image_tokens(context.positions)
+        positions = context.positions - first - image_len
+        text = positions[(positions >= 0) & (positions < text_len)]
         self.num_image = len(image)
         self.num_text = len(text)
         stand_in = torch.zeros(1, dtype=torch.long)
@@ -96,6 +125,20 @@ class TokenSplit:
             "joint": torch.cat([text, image + text_len]),
         }
         self._cuts: dict[tuple[int, Tokens], tuple[Tensor, Tensor]] = {}
+        self._indices: dict[tuple[Any, torch.device], Tensor] = {}
+        """Indices on the devices on which they were used; a copy there would wait for the device.
+        """
+
+    def _on_device(self, key: Any, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return an index on a device, made and copied the first time."""
+        if (key, device) not in self._indices:
+            self._indices[key, device] = make().to(device)
+        return self._indices[key, device]
+
+    def _image_tokens(self, positions: Tensor) -> Tensor:
+        """Return the numbers of the image tokens among positions of the sequence."""
+        tokens = positions - self._first
+        return tokens[(tokens >= 0) & (tokens < self.whole_len["image"])]
 
     def local_len(self, stream: Stream) -> int:
         """Return the number of tokens that this rank holds, a stand-in included."""
@@ -141,8 +184,10 @@ class TokenSplit:
 
         key = (id(x), tokens)
         if key not in self._cuts:
-            # index_select copies; a view would keep the whole tensor in memory for the backward.
-            cut = x.index_select(tokens.dim, self._index[tokens.stream].to(x.device))
+            stream = tokens.stream
+            index = self._on_device(stream, x.device, lambda: self._index[stream])
+            dim = tokens.dim % x.ndim
+            cut: Tensor = SelectTokens.apply(x, dim, index)
             self._cuts[key] = (x, cut)  # with x, whose id must not be given to another tensor
         return self._cuts[key][1]
 
@@ -174,10 +219,19 @@ class TokenSplit:
         x = x[:, : self.num_image]  # without a stand-in
         if self.context.group is None:
             return x
-        local_positions = len(self.context.positions)
-        x = F.pad(x, (0, 0, 0, local_positions - self.num_image))
-        gathered: Tensor = GatherTokens.apply(x, self.context.group)  # type: ignore[no-untyped-call]
-        return gathered[:, : self.whole_len["image"]]
+        plan = self.context.plan
+        tokens = [self._image_tokens(plan.positions(rank)) for rank in range(plan.size)]
+        length = max(map(len, tokens))
+        x = F.pad(x, (0, 0, 0, length - self.num_image))
+        gathered: Tensor = GatherTokens.apply(x, self.context.group)
+
+        def places() -> Tensor:
+            index = torch.empty(self.whole_len["image"], dtype=torch.long)
+            for rank, local_tokens in enumerate(tokens):
+                index[local_tokens] = rank * length + torch.arange(len(local_tokens))
+            return index
+
+        return gathered.index_select(1, self._on_device("gathered", x.device, places))
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return the attention ``[B, H, Q, D]`` of whole queries to the image tokens of all ranks.
@@ -205,7 +259,7 @@ class TokenSplit:
             weights = (scores - largest).exp()
             sums = torch.cat([weights @ v, weights.sum(-1, keepdim=True)], -1)  # [B, H, Q, D + 1]
             if group is not None:
-                sums = SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
+                sums = SumOverRanks.apply(sums, group)
             return (sums[..., :-1] / sums[..., -1:]).to(dtype)
 
     def attend(
@@ -226,18 +280,21 @@ class TokenSplit:
             sample: the number of the sample if q, k and v are one sample's; None for all samples.
         """
         with_text = q.shape[1] > self.local_len("image")
-        order = self._order(text_first, with_text).to(q.device)
+        key = (text_first, with_text)
+        order = self._on_device(key, q.device, lambda: self._order(text_first, with_text))
         padding = len(self.context.positions) - len(order)
-        local = [F.pad(x.index_select(1, order), (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
 
-        if not with_text:
-            outputs = self._attend(*local, text_len=0, scale=scale)
-        elif self.text_lengths is None:
-            outputs = self._attend(*local, text_len=self.whole_len["text"], scale=scale)
-        elif sample is not None:
-            outputs = self._attend(*local, text_len=self.text_lengths[sample], scale=scale)
+        def local(x: Tensor) -> Tensor:
+            return F.pad(x.index_select(1, order), (0, 0, 0, 0, 0, padding))
+
+        local_q, local_k, local_v = local(q), local(k), local(v)
+        if with_text and self.text_lengths is not None and sample is None:
+            outputs = self._attend_by_length(local_q, local_k, local_v, scale)
         else:
-            outputs = self._attend_by_length(*local, scale)
+            text_len = self.whole_len["text"] if with_text else 0
+            if with_text and self.text_lengths is not None and sample is not None:
+                text_len = self.text_lengths[sample]
+            outputs = self._attend(local_q, local_k, local_v, text_len, scale)
         rows = q.new_zeros(q.shape)
         return rows.index_copy(1, order, outputs[:, : len(order)])
 
@@ -253,7 +310,7 @@ class TokenSplit:
         return torch.cat([image, text])
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, text_len: int, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, text_len: int, scale: float | None
     ) -> Tensor:
         """Attend ``[B, n, H, D]`` for samples with the same number of text tokens."""
         end = self.whole_len["image"] + text_len
@@ -271,8 +328,45 @@ class TokenSplit:
 
         outputs = torch.zeros_like(q)
         for text_len, samples in samples_of.items():
-            index = torch.tensor(samples, device=q.device)
-            selected = (x.index_select(0, index) for x in (q, k, v))
-            out = self._attend(*selected, text_len=text_len, scale=scale)
+            index = self._on_device(tuple(samples), q.device, partial(torch.tensor, samples))
+            selected_q, selected_k, selected_v = q[index], k[index], v[index]
+            out = self._attend(selected_q, selected_k, selected_v, text_len, scale)
             outputs = outputs.index_copy(0, index, out)
         return outputs
+
+
+class PackedSplit:
+    """This rank's tokens of several clips that are packed into one sequence."""
+
+    def __init__(
+        self, context: ContextParallel, splits: Sequence[TokenSplit], text_lens: Sequence[int]
+    ) -> None:
+        """Pack clips in this order.
+
+        Args:
+            context: of all clips' tokens, each clip a document.
+            splits: this rank's tokens of each clip.
+            text_lens: number of text tokens of each clip.
+        """
+        self.context = context
+        self.splits = tuple(splits)
+        self._text_lens = tuple(text_lens)
+
+    def cut_argument(self, name: str, value: Any, argument: Argument) -> Any:
+        """Return a block's argument, which is this rank's already."""
+        return value
+
+    def clips(self) -> Iterator[tuple[slice, slice]]:
+        """Yield each clip's part of this rank's tokens, and of the text."""
+        token, text = 0, 0
+        for split, text_len in zip(self.splits, self._text_lens, strict=True):
+            yield slice(token, token + split.num_image), slice(text, text + text_len)
+            token += split.num_image
+            text += text_len
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Return the attention ``[1, n, H, D]`` of this rank's tokens, each within its clip."""
+        padding = len(self.context.positions) - q.shape[1]
+        q_padded, k_padded, v_padded = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
+        out = self.context.attend(q_padded, k_padded, v_padded, scale=scale)
+        return out[:, : q.shape[1]]

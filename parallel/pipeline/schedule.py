@@ -104,8 +104,8 @@ class PipelineRunner(Runner):
     def _connect(self, device: torch.device) -> None:
         """Make NCCL connect all ranks of the group.
 
-        NCCL connects a group when all of its ranks first use it together, but later perhaps only
-        the two ranks that share a weight send in it.
+        NCCL connects a group at its first use, in which all ranks must take part. Without this
+        call, the first use might be by only the two ranks that share a weight.
         """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.mesh.get_group())
@@ -143,7 +143,7 @@ class PipelineRunner(Runner):
                 raise error.__cause__ from None
             raise
         for stage in self.stages:
-            # Otherwise an evaluation would keep every micro-batch's activations.
+            # Without this, an evaluation would keep the activations of every micro-batch.
             stage.clear_runtime_states()
         if not losses:
             return torch.zeros(1, device=self.device)
@@ -262,9 +262,9 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients at the step's end if backward passes are split into two parts.
 
-        FSDP's hooks do not run then. torch reduces the gradients of an FSDP module that has not
-        synchronized yet, if it sees that module: over the shards and, if there are several, over
-        the copies.
+        FSDP's hooks do not run then, so torch's stage must reduce the gradients: over the shards
+        and, if there are several copies, over the copies. torch does so if its ``submod`` is an
+        FSDP module that has not synchronized yet, so ``submod`` is that module during this call.
         """
         if self._split_backward:
             self.submod = self._stage_module.model
@@ -279,8 +279,8 @@ class _Stage(PipelineStage):
                 self._release(direction, other_chunk)
         for info in buffers.get(chunk, []):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
-            # torch before 2.13 reads from the buffer, once at the first step, whether a gradient is
-            # to be sent back.
+            # At the first step, torch before 2.13 reads from the buffer whether to send a gradient
+            # back.
             info.buffer.requires_grad_(direction == "forward" and self.has_backward)
         self._receiving.add((direction, chunk))
 

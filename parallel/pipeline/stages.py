@@ -17,10 +17,10 @@ class PipelineConfig:
     """Layers of each pipeline-parallel process, and the order of micro-batches through them."""
 
     pipeline_schedule: Schedule = "1F1B"
-    """Order of forward and backward passes: 1F1B holds the activations of as many micro-batches as
-    there are stages, GPipe those of all; Interleaved1F1B has several stages per process and shorter
-    bubbles (idle times); InterleavedZeroBubble computes the gradients of weights separately from
-    those of activations, and fills the bubbles with them."""
+    """Order of forward and backward passes. 1F1B holds the activations of as many micro-batches as
+    there are stages, GPipe those of all micro-batches. Interleaved1F1B has several stages per
+    process, and therefore shorter bubbles (idle times). InterleavedZeroBubble also delays the
+    gradients of weights, to compute them in the bubbles."""
     num_virtual_stages_per_pipeline_rank: int = 1
     """Number of stages of each pipeline-parallel process; more than 1 only with the interleaved
     schedules."""
@@ -82,7 +82,7 @@ class PipelineConfig:
             self._check_split_backward(strategy, tp, recompute)
 
     def _check_unused(self) -> None:
-        """Raise UserError if a setting differs from its default, for a run without a pipeline."""
+        """Raise UserError if a setting differs from its default, since there is no pipeline."""
         default = PipelineConfig()
         names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
         if names:
@@ -122,7 +122,7 @@ class PipelineConfig:
         )
 
     def _check_split_backward(self, strategy: Strategy, tp: int, recompute: bool) -> None:
-        """Raise UserError for settings under which a backward cannot be computed in two parts."""
+        """Raise UserError for settings that do not allow a backward pass in two parts."""
         schedule = self.pipeline_schedule
         if strategy in ("zero2", "zero3"):
             raise UserError(
@@ -140,8 +140,8 @@ class PipelineConfig:
         if recompute:
             raise UserError(
                 f"pipeline_schedule {schedule} runs each backward pass in two parts, but "
-                "recompute_granularity, loss_chunk_size and ffn_chunk_size need it in one; leave "
-                "those three out, or set pipeline_schedule to Interleaved1F1B"
+                "recompute_granularity, loss_chunk_size and ffn_chunk_size need an undivided pass; "
+                "leave those three out, or set pipeline_schedule to Interleaved1F1B"
             )
 
     def _rounds_fit(self, micro_batches: int, ranks: int) -> bool:
@@ -156,8 +156,9 @@ class PipelineConfig:
     def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
         """Return the number of micro-batches whose activations a rank holds at once.
 
-        These are the micro-batches of the rank's warm-up, plus one. With several stages per rank, a
-        stage counts as a fraction of a micro-batch (Narayanan et al. 2021, section 2.2).
+        They are the micro-batches of the rank's warm-up, plus one. With several stages per rank,
+        one stage's activations count as a fraction of a micro-batch (Narayanan et al. 2021, section
+        2.2).
         """
         if ranks == 1:
             return 1

@@ -4,9 +4,9 @@ Sources: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.2.
 
 The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of
 every feed-forward layer and the logits of some vocabulary entries. Norms and residual sums need all
-channels of a token, so there each rank holds some of the tokens instead: the all-reduce becomes a
-reduce-scatter and an all-gather of the same traffic. Sequence parallelism is on whenever tp > 1:
-every parameter is then a DTensor, and partial gradients of norms are summed.
+channels of a token, so there each rank holds some of the tokens instead. The all-reduce thereby
+becomes a reduce-scatter and an all-gather, which together send as many bytes. Sequence parallelism
+is on whenever tp > 1: every parameter is then a DTensor, and partial gradients of norms are summed.
 
 Each part of a model states in words, as its ``SPLIT``, how its weights are split.
 ``model/parts/weights.py`` explains the words; here they become parallel styles.
@@ -56,8 +56,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "last_norm": GatheredNorm,
     "logits": partial(ColwiseParallel, use_local_output=False),
 }
-"""Styles of the words whose style depends on nothing but the word; ``_style_of`` handles kv_heads
-and all_tokens, and ``split_model`` handles heads."""
+"""Parallel styles, keyed by the words of SPLIT that determine a style by themselves. ``_style_of``
+handles "kv_heads" and "all_tokens", which depend on the module; ``split_model`` handles "heads"."""
 
 
 def split_model(model: Any, mesh: DeviceMesh) -> None:
@@ -106,9 +106,10 @@ def split_model(model: Any, mesh: DeviceMesh) -> None:
 
 
 def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the words of each part, keyed by the part's path in the model.
+    """Return each part's words, keyed by the part's path in the model and then by name.
 
-    A word about a child that has its own SPLIT is left out, except all_tokens.
+    A word says how the parameter or child of that name is split. The word of a child that has its
+    own SPLIT is left out, unless it is "all_tokens".
 
     Raises:
         ValueError: a word is unknown, or a parameter has no word.
@@ -134,7 +135,7 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
         owners = {name, module_path}
         linear_path, _, last = module_path.rpartition(".")
         if last in ADAPTERS:
-            owners.add(linear_path)  # an adapter follows the linear layer that contains it
+            owners.add(linear_path)  # an adapter is split like the linear layer around it
         if not stated.intersection(owners):
             owner = title_of_owner(model, name)
             raise ValueError(
@@ -150,7 +151,7 @@ WORDS = (*STYLES, "kv_heads", "heads", "all_tokens")
 
 
 def _style_of(word: str, part: Any, module: Any, mesh: DeviceMesh, plain: bool) -> ParallelStyle:
-    """Return the style of a module, given the word of the part that contains it."""
+    """Return the parallel style of ``module``, given the word that SPLIT of ``part`` has for it."""
     if word == "all_tokens":
         return AllTokens(plain)
     if word != "kv_heads":
@@ -212,7 +213,7 @@ def _split_stream(model: Any, mesh: DeviceMesh) -> None:
     names = list(signature(model.forward).parameters)
     dims = dict(model.STREAM.inputs)
     if not model.is_first:
-        dims.pop(names[0], None)  # hidden states, which are of this rank's tokens already
+        dims.pop(names[0], None)  # hidden states arrive for this rank's tokens only
     model.register_forward_pre_hook(chunk)
     if model.is_last:
         model.register_forward_hook(gather)

@@ -1,6 +1,7 @@
 """Parallel styles: each splits one module over the tensor-parallel ranks.
 
-parallel/tensor/split.py chooses them by the words of a model's parts. Shapes as in that file.
+parallel/tensor/split.py chooses the style of a module by the word that the model's SPLIT has for
+it. Shapes are as in that file.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,10 @@ def reduce_scatter(partial_sums: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dim: int = 0) -> None:
-    """Shard a module's direct parameters, in place: matrices along ``dim``, vectors by entries."""
+    """Shard a module's direct parameters in place, matrices along ``dim`` and vectors by entries.
+
+    Parameters of its children are not touched.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         shard_dim = dim if parameter.ndim > 1 else 0
         sharded = distribute_tensor(parameter, mesh, [Shard(shard_dim)])
@@ -49,11 +53,10 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dim: int = 0) -> None:
 class AllTokens(ParallelStyle):
     """A module that takes all tokens and returns partial sums [B, T, C].
 
-    Outside it, input and output are sharded over T.
-
-    All matrices of the module share one all-gather of its input. The gradient of the gathered input
-    is partial on each rank too. With ``plain``, input and output are plain tensors of this rank's
-    tokens.
+    The style gathers the module's input, which is sharded over T, and sums the outputs into the
+    same sharding. So all matrices of the module share one all-gather. The gradient of the gathered
+    input is a partial sum on each rank too. With ``plain``, the module's input and output are plain
+    tensors of this rank's tokens, not DTensors.
     """
 
     def __init__(self, plain: bool = False) -> None:
@@ -99,7 +102,10 @@ class Matrix(ParallelStyle):
 
 
 def local_entries(x: DTensor) -> Tensor:
-    """Return a sharded vector with zeros in the entries of other ranks."""
+    """Return a sharded vector with zeros in the entries of other ranks.
+
+    The ranks' results add up to the whole vector.
+    """
     first = first_entry(x)
     local = x.to_local()
     return F.pad(local, (first, len(x) - first - len(local)))
@@ -108,9 +114,9 @@ def local_entries(x: DTensor) -> Tensor:
 class Replicated(ParallelStyle):
     """A replicated linear layer, embedding or RMS norm, applied to this rank's own input.
 
-    Its gradients are partial. With ``rows``, only these rows of its weight and bias are used. This
-    is for a key or value projection with fewer heads than ranks: on each rank the gradient is 0
-    except for the rank's head, and it is summed over the ranks that share that head.
+    Its gradients are partial sums. With ``rows``, only these rows of its weight and bias are used,
+    for a key or value projection with fewer heads than ranks. The gradient is then 0 on each rank
+    except in the head that the rank uses, and it is summed over the ranks that share the head.
     """
 
     def __init__(self, rows: slice = slice(None)) -> None:
@@ -210,7 +216,7 @@ class JointNorm(ParallelStyle):
 
 
 class _Sum(torch.autograd.Function):
-    """An all-reduce whose backward pass also sums: each rank uses the total differently."""
+    """An all-reduce whose backward pass also sums, because each rank uses the total differently."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -229,7 +235,10 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class LocalTokens(ParallelStyle):
-    """A parameter-free function of positions, [..., T] -> [..., T, C], for this rank's tokens."""
+    """A function of positions without parameters, [..., T] -> [..., T, C], such as rope.
+
+    Each rank computes it only for its own tokens.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def chunk(module: nn.Module, inputs: Any) -> Any:

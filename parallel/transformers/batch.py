@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 class Positions(NamedTuple):
-    """Position ids that a model computes itself if the caller gives none."""
+    """Rule by which a model computes position ids itself if the caller gives none."""
 
     first: int = 0
     """Position of the first token, for example padding_idx + 1 in RoBERTa."""
@@ -126,7 +126,7 @@ def pack(
 
     next_labels = torch.full_like(ids, IGNORED)
     if labels is not None:
-        last_tokens = (starts - 1) % len(ids)  # of each document, the last document first
+        last_tokens = (starts - 1) % len(ids)  # last token of each document, the last one's first
         next_labels = labels[is_token].roll(-1).index_fill(0, last_tokens, IGNORED)
     tokens = {
         "input_ids": ids[None],
@@ -159,8 +159,8 @@ def _tokens_of_mask(attention_mask: Tensor) -> Tensor:
     if len(others):
         raise UserError(
             f"attention_mask contains {others[0].item():g}, but may contain only 1 for tokens and "
-            "0 for padding; do not give a mask that is added to scores, and give position_ids or "
-            "documents to separate documents"
+            "0 for padding; give no mask that is added to scores, and separate documents by "
+            "position_ids or documents"
         )
     return attention_mask.bool()
 
@@ -188,7 +188,7 @@ def _check_rows(cu_seqlens: Sequence[int], is_token: Tensor) -> None:
         if end not in cu_seqlens:
             raise UserError(
                 f"documents has no document that ends with row {row}, after {end} tokens, so one "
-                "document would continue in the next row; let a document end with each row"
+                "document would continue in the next row; make a document end with each row"
             )
 
 
@@ -207,9 +207,9 @@ def _shift_to_first(positions: Tensor, starts: Tensor, first: int, *, from_calle
 
 
 def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
-    """Return this rank's tokens of a packed batch; padding from the layout has no label.
+    """Return this rank's tokens of a packed batch; padding that the layout adds has no label.
 
-    ``context`` must have the length and the documents of the batch.
+    ``context`` must be for the batch's length and documents.
     """
     input_ids = context.shard(packed.tokens["input_ids"], 1, 0)
     position_ids = context.shard(packed.tokens["position_ids"], 1, 0)
@@ -229,8 +229,8 @@ def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
 def check_same(packed: PackedBatch, group: dist.ProcessGroup | None) -> None:
     """Raise UserError on all ranks of the group if their batches differ. Uses one collective.
 
-    Ranks compare the length of each tensor and a checksum that weighs each element by its index, so
-    that tokens in another order count as a difference too.
+    Ranks compare the length of each tensor and a checksum of its elements, weighted by their
+    indices, so that the same tokens in another order count as a difference too.
     """
     if group is None:
         return

@@ -54,7 +54,8 @@ def _documents(batch: Batch) -> Iterator[tuple[dict[str, Any], Tensor]]:
         }  # [1, length]
         labels = inputs.pop("labels")
 
-        # Position ids are left out if possible: the model's own are the reference for Longmesh's.
+        # Leave out position ids if possible, so that the model's own are the reference for
+        # Longmesh's.
         positions = inputs["position_ids"][0] - batch.whole.first_position
         if torch.equal(positions, torch.arange(end - start, device=positions.device)):
             del inputs["position_ids"]

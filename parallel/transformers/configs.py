@@ -9,7 +9,7 @@ from torch import nn
 
 
 def configured(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose configuration names an attention function, the whole model first."""
+    """Return the modules whose configuration names an attention function; the model comes first."""
     modules = []
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):

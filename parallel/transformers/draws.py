@@ -66,19 +66,19 @@ class Forward(NamedTuple):
     common: State | None
     """Random state common to all ranks, after the noise was drawn; None for one process."""
     local: State | None
-    """Initial random state of this rank's stream."""
+    """Initial random state of this rank's own stream, to find out later if anything was drawn."""
     embeddings: nn.Module | None
-    """Embeddings that are set to evaluation mode, so that transformers' own hook adds no noise."""
+    """Embeddings that are in evaluation mode meanwhile, so transformers' own hook adds no noise."""
     handle: RemovableHandle | None
     """Handle of the hook that adds Longmesh's noise to the embeddings."""
 
 
 class Draws:
-    """Hooks on a model's forward passes that give each rank its own random stream."""
+    """Hooks on a model's forward passes that give each rank its own random stream for dropout."""
 
     def __init__(self, first_rank: int = 0) -> None:
         self._first_rank = first_rank
-        """Lowest of the ranks that share a sequence."""
+        """Lowest global rank of the group that shares a sequence; tells groups apart in noise."""
         self._is_token: WeakKeyDictionary[ContextParallel, Tensor] = WeakKeyDictionary()
         """Mask of real tokens of each batch, keyed by the batch's context."""
         self._running: list[Forward | None] = []
@@ -143,7 +143,7 @@ class Draws:
     ) -> tuple[nn.Module | None, RemovableHandle | None]:
         """Replace transformers' NEFTune noise with Longmesh's for one forward pass.
 
-        transformers' own hook adds none to embeddings in evaluation mode.
+        Meanwhile the embeddings are in evaluation mode, in which transformers' own hook adds none.
         """
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         alpha = getattr(embeddings, ALPHA, None)
@@ -190,8 +190,8 @@ def local_noise(
 ) -> Tensor:
     """Return this rank's part of the noise that one process would draw, [1, n, D]; 0 in padding.
 
-    The scale is alpha / sqrt(T D), as in transformers, where T is the length of a whole row. Groups
-    other than the first, which hold other sequences, draw other noise.
+    The scale is alpha / sqrt(T D), as in transformers, where T is the length of a whole row. Every
+    group draws different noise, since groups hold different sequences.
     """
     num_rows, row_length = is_token.shape
     limit = alpha / (row_length * width) ** 0.5
@@ -201,7 +201,8 @@ def local_noise(
         generator = torch.Generator(device).manual_seed(seed)
         torch.rand(1)
 
-    index_in_rows = is_token.flatten().nonzero()[:, 0].to(device)  # [N], of the packed tokens
+    # [N]: index in the flattened rows [B T] of each packed token
+    index_in_rows = is_token.flatten().nonzero()[:, 0].to(device)
     positions = context.positions.to(device)  # [n]
     is_real = positions < len(index_in_rows)  # the layout may pad the sequence
     local_index = index_in_rows[positions[is_real]]

@@ -22,7 +22,7 @@ from runtime.errors import UserError
 from runtime.tensors import accum_dtype
 
 CONTEXT = "context_parallel"
-"""Keyword argument of a forward and its layers that holds the batch's ContextParallel."""
+"""Keyword argument by which the model and its layers receive the batch's ContextParallel."""
 NAME = __name__.replace(".", "_")
 """Name of the attention in transformers' registry. The name contains this module's path, so that a
 checkout and an installed wheel can be used in one process.
@@ -30,7 +30,7 @@ checkout and an installed wheel can be used in one process.
 PROBED = f"{NAME}_probed"
 """Name of the attention during a probe, which also checks the layers' masks."""
 IGNORED_ARGUMENTS = {"position_ids", "is_causal", "use_cache", "cache_position"}
-"""Keyword arguments of a layer's attention that the context makes redundant."""
+"""Keyword arguments of a layer's attention to ignore, since the context makes them redundant."""
 NO_BATCH = (
     "the model was called without its batch; call model(**cp.batch(...).inputs), or use "
     "cp.paused() to generate text or to call the unsharded model"
@@ -67,8 +67,8 @@ def attend(
         s_aux: a score per head in the softmax's denominator, ``[H]``.
         others: the context, and further arguments, which ``_unsupported`` checks.
 
-    Raises UserError: an attention that the ranks cannot compute; the message names the layer and
-        the reason.
+    Raises UserError if the ranks cannot compute the attention; the message names the layer and the
+    reason.
     """
     cp = others.pop(CONTEXT, None)
     reason = _unsupported(module, cp, attention_mask, dropout, sliding_window, others)
@@ -253,7 +253,8 @@ def _l2_normalized(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recurring}
-"""Wrappers for functions of transformers' model files, keyed by the functions' names there."""
+"""Wrappers that make functions of transformers' model files span the ranks, keyed by the functions'
+names there."""
 
 
 def install(model: nn.Module) -> None:

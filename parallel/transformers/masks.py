@@ -15,7 +15,8 @@ from torch import Tensor
 from runtime.errors import UserError
 
 FAR = 2**20
-"""A position beyond the windows of published models, except windows that span whole sequences."""
+"""Position at which masks are read to find their windows: beyond the windows of published models,
+except windows that span whole sequences."""
 STATEMENT = "context_parallel_statement"
 """Attribute of a mask that stores its `Statement`."""
 
@@ -30,9 +31,9 @@ class Statement(NamedTuple):
 
 
 def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Make no mask; the signature is that of transformers' AttentionMaskInterface.
+    """Make no mask, since the ranks need none; the signature is AttentionMaskInterface's.
 
-    Raises UserError: the mask is not causal, is made by the model itself, or has padding.
+    Raises UserError if the mask is not causal, is made by the model itself, or has padding.
     """
     if attention_mask is not None and not attention_mask.all():
         raise UserError(
@@ -78,7 +79,7 @@ def _statement(
         edges = torch.arange(-2, 3, device=first_tokens.device) + window
         distances = torch.cat([distances, edges, edges])
         far_queries = torch.full_like(edges, FAR + window)
-        # Look at the middle of a chunk too, in case the window is really a chunk's size.
+        # Also read the middle of a chunk, in case ``window`` is really the size of chunks.
         near_queries = torch.full_like(edges, window + window // 2 + 2)
         queries = torch.cat([queries, far_queries, near_queries])
 
@@ -115,7 +116,7 @@ def disagreement(layer_mask: Tensor | None, window: int | None) -> str | None:
             return None
         return (
             f"it passes a window of {window} but no mask, so even transformers' own attention "
-            "functions disagree"
+            "functions compute different results"
         )
 
     statement: Statement | None = getattr(layer_mask, STATEMENT, None)
@@ -128,6 +129,7 @@ def disagreement(layer_mask: Tensor | None, window: int | None) -> str | None:
     in_mask = f"a window of {statement.window}" if statement.window else "no window"
     in_layer = f"a window of {window}" if window else "no window"
     return (
-        f"its mask has {in_mask}, but its attention is told {in_layer}, and the ranks see only "
-        "that; set sliding_window to None in the configuration if no document is longer"
+        f"its mask has {in_mask}, but its attention is passed {in_layer}, and the ranks use only "
+        "that argument; if no document is longer than the window, set sliding_window to None in "
+        "the configuration"
     )

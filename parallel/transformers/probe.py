@@ -26,9 +26,10 @@ from parallel.transformers.layers import CONTEXT, NO_BATCH, PROBED
 from runtime.errors import UserError
 
 TOKENS = 11
-"""Number of tokens in a forward pass; no dimension of a layer has this size."""
+"""Number of tokens in a forward pass. No other dimension of a layer has this size, so it identifies
+the dimension of tokens."""
 NAN_TOKEN = 5
-"""Index of the token that is set to NaN."""
+"""Index of the token whose embedding is set to NaN, to see which layers spread it."""
 
 
 class IsolatedTokens:
@@ -56,12 +57,12 @@ class IsolatedTokens:
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the term of the last tap only."""
+        """Return the term of the last tap only, which reads the token itself."""
         self._check_layout()
         return x * weight[:, -1]
 
     def attend_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return the values unchanged."""
+        """Return the values unchanged, so that no token sees another one."""
         self._check_layout()
         return v
 
@@ -87,8 +88,8 @@ def probe(model: nn.Module, plan: Plan) -> Positions:
 
     Collective if the model's weights are sharded.
 
-    Raises UserError: a layer mixes tokens, or needs an attention that the plan's ranks cannot
-        compute; the message names the layer.
+    Raises UserError if a layer mixes tokens, or needs an attention that the plan's ranks cannot
+    compute; the message names the layer.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(
@@ -167,7 +168,7 @@ def _model_positions(
 ) -> Positions:
     """Return the first position that a model computes itself, and the token that it skips.
 
-    Raises UserError: the model's positions are not consecutive.
+    Raises UserError if the model's positions are not consecutive.
     """
     candidates = {1, 2}
     for module in model.modules():

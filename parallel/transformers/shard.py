@@ -1,4 +1,4 @@
-"""Shard the sequences of a transformers model: each rank's tokens in, the batch's loss out.
+"""Shard the sequences of a transformers model: each rank gets some tokens, and the batch's loss.
 
 Shapes: B rows of T tokens, packed into one sequence; n of its tokens are this rank's.
 """
@@ -101,11 +101,10 @@ class Sharded:
                 wherever the position does not increase by 1. By default the positions that the
                 model computes itself. If those begin later than 0, for example at padding_idx + 1
                 in RoBERTa, given positions that begin at 0 are shifted to begin there.
-            documents: lengths of the documents, row after row, instead of those that position_ids
-                imply.
+            documents: lengths of the documents, row after row; by default position_ids imply them.
             attention_mask: 1 for tokens, 0 for padding before or after a row's tokens, ``[B, T]``.
 
-        Raises UserError: shapes or lengths that do not fit, or different tokens on another rank.
+        Raises UserError if shapes or lengths do not fit, or another rank has different tokens.
         """
         packed = pack(input_ids, labels, position_ids, documents, attention_mask, self._positions)
         check_same(packed, self.group)
@@ -120,12 +119,14 @@ class Sharded:
     def loss(self, output: Any, batch: Batch, count: Tensor | int | None = None) -> Tensor:
         """Return the mean loss of all tokens with a label, equal on all ranks. Collective.
 
-        Average the gradients over the ranks of ``world``, as DDP and FSDP do: their mean is exact.
+        The gradients must be averaged over the ranks of ``world``, as DDP and FSDP do: their mean
+        is then exactly the gradient of this loss.
 
         Args:
             output: output of the model, or its logits ``[1, n, V]``.
-            count: number of tokens by which to divide the sum, if the losses of micro-batches
-                should add up to a mean.
+            count: number of tokens by which to divide the summed loss, by default those of this
+                batch. Give the step's number if the losses of its micro-batches should add up to
+                the mean.
         """
         loss_sum, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
         return mean_loss(loss_sum, valid, self.world, count)
@@ -147,13 +148,13 @@ class Sharded:
     def check(self, model: nn.Module, batch: Batch) -> Report:
         """Compare losses, and gradients of every module, with the model in one process. Collective.
 
-        One process, rank 0 of the group, runs each document separately with the model's own
+        Rank 0 of the group, as the one process, runs each document separately with the model's own
         attention, once in the model's dtype and once in float64. It holds a copy of the model in
         float64 and three sets of gradients, so give a short batch. Dropout is off, and the model is
         not changed.
 
-        Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too
-            large for rank 0's memory; or the batch has no labels.
+        Raises UserError if the model is another one, paused, frozen, sharded or quantised, or too
+        large for rank 0's memory; or if the batch has no labels.
         """
         if self.model not in model.modules() and model not in self.model.modules():
             raise UserError(
@@ -230,8 +231,8 @@ def shard(
         world: group of ranks whose gradients are averaged, by default all processes.
         options: as for ``context_parallel``, except those that each batch or layer decides.
 
-    Raises UserError: a layer that these ranks cannot compute, with its name and the reason; a
-        method that passes states on; a model that is sharded already.
+    Raises UserError if these ranks cannot compute a layer (the message has its name and the
+    reason), if the method passes states on, or if the model is sharded already.
     """
     method_of(method).check_kind("shard", "softmax attention", METHODS)
     for name, reason in OF_LAYERS.items():

@@ -1,11 +1,12 @@
-"""A mixin for the trainers of transformers and TRL: groups of ranks share every sequence.
+"""A mixin for the trainers of transformers and TRL that splits each sequence over a group of ranks.
 
 class LongTrainer(ContextParallelTrainer, SFTTrainer):  # or transformers' Trainer
     pass
 
 trainer = LongTrainer(model, args, train_dataset=chats, context_parallel_size=2)
 
-A group consists of consecutive ranks. Each group loads its own batches, as a single process would.
+A group consists of consecutive ranks. Each group loads its own batches, as a single process would,
+and each of its ranks computes a part of every sequence.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from parallel.transformers.shard import shard
 from runtime.errors import UserError
 
 Base: Any = object
-"""Stands for transformers' trainer class, which is not imported here."""
+"""Base class for type checkers: it stands for transformers' trainer, which is not imported here."""
 OTHER_LOSS = (
     "the loss here is always the mean cross entropy of all tokens with a label; use the default"
 )
@@ -49,7 +50,7 @@ REFUSED = {
     ),
     "deepspeed": (None, "gradients must be means over all processes; use DDP or FSDP2 instead"),
 }
-"""Trainer arguments, the value that each must have, and the reason."""
+"""Trainer arguments that are refused unless they have the value given here, with the reason."""
 MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
 PACKING_FIELDS = (
     "seq_lengths",
@@ -66,7 +67,7 @@ missing.
 
 
 class ContextParallelTrainer(Base):
-    """A mixin to list before ``Trainer``: groups of ranks share every sequence.
+    """A mixin to list before ``Trainer`` that splits each sequence over a group of ranks.
 
     Losses and gradients equal those of one process with the same global batch: a sum over tokens,
     divided by the number of tokens with a label in all groups and accumulated batches. The
@@ -78,8 +79,7 @@ class ContextParallelTrainer(Base):
         context_parallel_method: as for ``shard``.
         context_parallel_options: further arguments of ``shard``.
 
-    Raises UserError: an argument that would change the loss, or a layer that the ranks cannot
-        compute.
+    Raises UserError if an argument would change the loss, or the ranks cannot compute a layer.
     """
 
     loss_is_scaled_for_ga: Any = True
@@ -142,7 +142,7 @@ class ContextParallelTrainer(Base):
                 mesh_dim_names=("dp_replicate", "cp"),
             )
             self._group = mesh["cp"].get_group()
-            # Only accelerate's data loaders call this function.
+            # Replacing this function affects only accelerate's data loaders, which alone call it.
             self.accelerator._prepare_device_mesh = lambda: mesh
 
     def get_cp_size(self) -> int:
@@ -208,7 +208,8 @@ class ContextParallelTrainer(Base):
     ) -> tuple[None, None, None]:
         """Add the loss of one batch to the evaluation.
 
-        Only the ranks of a group wait for each other: groups may have different numbers of batches.
+        Only the ranks of a group wait for each other, because groups may have different numbers of
+        batches.
         """
         if not prediction_loss_only:
             raise UserError(
@@ -245,8 +246,8 @@ class ContextParallelTrainer(Base):
     def _prepared_for_evaluation(self) -> Iterator[None]:
         """Undo the preparation of a model that is evaluated before any training.
 
-        accelerate marks the model as prepared, but without DDP. A later training would trust that
-        mark, and every process would train by itself.
+        accelerate marks the model as prepared, but has not wrapped it in DDP. A later training
+        would trust that mark, and every process would train by itself.
         """
         if self.accelerator._models:  # already prepared for training, or by the caller
             yield

@@ -1,10 +1,10 @@
 """Predict the time of one layer's attention on a cluster, without running it.
 
-Ranks run in lockstep: a round of attention takes as long as the slowest rank computes or the
-busiest link transfers, plus the part of the shorter of the two that ``posted_overlap`` does not
-hide. Collectives, and transfers after the last round, overlap only with the computing of ranks that
-share a processor (``shared_overlap``). A context-parallel rank and its tensor-parallel neighbours
-fill nodes in order.
+Ranks run in lockstep: a round takes the longer of two times, the slowest rank's computing and the
+busiest link's transfers, plus the part of the shorter that ``posted_overlap`` does not hide.
+Collectives, and transfers after the last round, overlap only with the computing of ranks that share
+a processor (``shared_overlap``). Nodes are filled in rank order, each context-parallel rank
+together with its tensor-parallel neighbours.
 
 So the time of a softmax attention is
 
@@ -40,9 +40,9 @@ from planner.layers.transfers import (
 )
 
 FORWARD = 4
-"""FLOPs per (query, key) pair and channel in a forward pass: 2 matrix products (Dao 2023)."""
+"""FLOPs per (query, key) pair and channel in a forward pass: 2 matmuls (Dao 2023)."""
 BACKWARD = 10
-"""FLOPs per (query, key) pair and channel in a backward pass: 5 matrix products."""
+"""FLOPs per (query, key) pair and channel in a backward pass: 5 matmuls."""
 SCAN = 4
 """FLOPs per token and state element to write and read a state; a backward pass has 3 scans."""
 STATE = 2
@@ -95,11 +95,11 @@ class AttentionCost:
         return Links(inside, between)
 
     def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
-        """Return the seconds of a backward pass that moves KV or queries, or of a forward (None).
+        """Return the seconds of a forward pass (``moves`` is None) or of a backward pass.
 
-        Rounds of softmax attention overlap with the transfers of other rounds; collectives are
-        waited for. With a method that sends only the needed rows, ranks do not run in lockstep, and
-        the busiest rank or link decides. Linear attention counts the operations of its ``scan``.
+        Rounds of softmax attention overlap with the transfers of other rounds; ranks wait for
+        collectives. With a method that sends only the needed rows, ranks do not run in lockstep,
+        and the busiest rank or link decides. ``scan`` counts the operations of linear attention.
         """
         plan = self.plan
         if plan.geometry.method.states:
@@ -130,8 +130,8 @@ class AttentionCost:
             return [self._transfer(one_round) for one_round in sent]
 
         # A message is in transit from the round that posts it to the one before its use, and its
-        # bytes are spread evenly over these rounds. An entry is the id of the array of peers, the
-        # bytes, and the fraction of the message.
+        # bytes are spread evenly over these rounds. An entry holds the id of the array of peers,
+        # the bytes in this round, and the fraction of the message that they are.
         num_slots = len(self.plan.geometry.rounds) + 1
         entries: list[list[tuple[int, float, float]]] = [[] for _ in range(num_slots)]
         peers_by_id = {}

@@ -1,4 +1,4 @@
-"""Count the buffers of attention's backward pass, in bytes of a rank.
+"""Count the buffers of attention's backward pass, in bytes per rank.
 
 A backward pass allocates its results and, depending on the method, the tensors that circulate or
 are gathered, with their gradients. A forward pass needs less and is not counted.
@@ -25,11 +25,11 @@ The value is fitted to rehearsals.
 def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     """Count the bytes of a backward pass's buffers: results, moving tensors and their gradients.
 
-    A circulating tensor has one copy in use and one in transit; a circulating gradient has, from
-    the third round on, also the copy that was sent before. Gathered gradients exist as sums and as
-    the tensors to send. With stages of heads the buffers are those of one stage, including the
-    tensors that it exchanges again (q, dout, out and lse, k and v), plus all results and the sums
-    of KV.
+    A circulating tensor has one copy in use and one in transit; from the third round on, a
+    circulating gradient has a third copy, the one that was sent before. Gathered gradients exist
+    twice, as sums and as the tensors to send. With stages of heads the buffers are those of one
+    stage, including the tensors that it exchanges again (q, dout, out and lse, k and v), plus all
+    results and the sums of KV.
 
     Args:
         moves: the tensors that circulate, ``kv`` or ``queries``; the others are stationary.
@@ -76,7 +76,7 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     else:
         buffers += 2 * num_teammates * sizes.gradient(stationary)
 
-    # Several payloads are gathered before they are used.
+    # With several holders or teammates, their gathered payloads are in memory too.
     if num_holders > 1:
         buffers += num_holders * sizes.payload(moves)
     if num_teammates > 1:

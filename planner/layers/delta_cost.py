@@ -25,10 +25,10 @@ BACKWARD = 2.5
 PER_CHANNEL = 1.6
 """Time with one gate per channel relative to one gate per head; measured only on a CPU."""
 PASSES = 10.0
-"""Number of reads and writes of the channels of q, k, v and the output gate in a forward pass.
+"""Number of times that a forward pass reads or writes the channels of q, k, v and the output gate.
 
-They come from the concatenation, convolution, activation, norms and gate, counted by operator; a
-backward pass has twice as many.
+Counted by operator, in the concatenation, convolution, activation, norms and gate; a backward pass
+has twice as many.
 """
 
 
@@ -80,7 +80,7 @@ class DeltaShape(NamedTuple):
         return [states, q, element_size * self.outputs]
 
     def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
-        """Return the bytes per token that the rule and the modules around it keep for backward.
+        """Return the bytes per token kept for the backward pass by the rule and its modules.
 
         These are q, k and v before and after the convolution and the activation; normalised queries
         and keys in float32 and in their dtype; the output before and after its norm (which keeps
@@ -113,7 +113,11 @@ class DeltaShape(NamedTuple):
 
 
 def wide_share(plan: Plan) -> float:
-    """Return the largest share of a rank's tokens that are computed before their state arrives."""
+    """Return the share of a rank's tokens that are computed before their state arrives.
+
+    This is the share on the rank on which it is largest. Such tokens need additional matmuls and
+    keep Q, so they are called wide.
+    """
     most_tokens = max(_num_tokens(parts(plan, rank).eager) for rank in range(plan.size))
     return most_tokens / plan.local_len
 
@@ -148,7 +152,8 @@ class DeltaCost:
     def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
         """Return (rank, peer, bytes) of each message: first the halos, then each round's states.
 
-        With ``reverse`` the messages are the gradients of these.
+        Halos are the earlier tokens that the convolution needs. With ``reverse`` the messages carry
+        the gradients of halos and states.
         """
         shape = self.shape
         gradient_size = max(4, self.element_size)
@@ -219,7 +224,7 @@ class DeltaCost:
         return 1e12 * self.cluster.peak_tflops * self.cluster.delta_share
 
     def _busy(self, *, reverse: bool) -> float:
-        """Return the seconds of the busiest rank's products and of reading and writing channels."""
+        """Return the busiest rank's seconds for matmuls, and for reading and writing channels."""
         shape = self.shape
         cluster = self.cluster
 
@@ -242,7 +247,7 @@ class DeltaCost:
             )
             multiply_adds = max(multiply_adds, of_rank)
 
-        # Products take the kernels' rate, and passes over the channels take the memory's.
+        # Matmuls run at the kernels' rate; reads and writes of the channels at the memory's.
         slowdown = 1.0
         if shape.per_channel:
             slowdown = PER_CHANNEL
@@ -256,7 +261,7 @@ class DeltaCost:
 
 
 def fastest_schedule(cost: DeltaCost) -> schedules.Schedule:
-    """Return the schedule with the shortest forward plus backward time; chain wins a tie."""
+    """Return the schedule with the shortest forward plus backward time; ``chain`` wins a tie."""
 
     def seconds(name: schedules.Schedule) -> float:
         with_schedule = replace(cost, schedule=name)

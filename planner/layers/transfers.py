@@ -1,8 +1,9 @@
 """Messages of one layer's attention over all context-parallel ranks, and the seconds they take.
 
 Messages under way at the same time share links. A rank has a link inside its node; to other nodes
-it has its own link or shares the node's. The busiest link decides. All groups of different
-tensor-parallel ranks send the same, so only one is computed, and a shared link counts all of them.
+it has its own link or shares the node's. The busiest link decides. The groups of different
+tensor-parallel ranks send the same messages, so only one group is computed, and a shared link
+counts all groups.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ from planner.cluster import MICRO, Cluster
 
 
 class Sent(NamedTuple):
-    """Bytes and number of messages from each of ``ranks`` to its peer, both int64 ``[n]``.
+    """Bytes (``size``) and number of ``messages`` that each rank sends to its peer.
 
-    A message that is spread over several rounds counts as a fraction in each round.
+    ``ranks`` and ``peers`` are int64 ``[n]``. A message that is spread over several rounds counts
+    as a fraction in each round.
     """
 
     ranks: np.ndarray
@@ -93,11 +95,11 @@ def collective_messages(collective: Message) -> Sent:
 
 
 def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
-    """Return the messages of a sparse exchange under way in every round, and after the last.
+    """Return a sparse exchange's messages under way in each round, and after the last.
 
-    A sparse exchange (packed documents, windows, method exchange) sends only the rows that a query
-    sees. A parcel's bytes are spread over the rounds until the one that needs it. ``gradients``
-    selects the backward pass.
+    A sparse exchange (packed documents, windows, or the method ``exchange``) sends only the rows
+    that a query sees. The bytes of a parcel (rows for one rank) are spread over the rounds until
+    the one that needs it. ``gradients`` selects the backward pass.
     """
     flow = plan.flow(moves)
     entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]
@@ -118,7 +120,10 @@ def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Se
 def needed_of_all(
     plan: Plan, sizes: Sizes, moves: Moves | None, ranks_per_node: int
 ) -> tuple[int, int]:
-    """Return all ranks' bytes within and between nodes; ``moves`` None is the forward pass."""
+    """Return the bytes of needed rows that all ranks send within nodes and between nodes.
+
+    ``moves`` is None for the forward pass.
+    """
     flow = plan.flow(moves or "kv")
     inside = 0
     between = 0

@@ -1,4 +1,4 @@
-"""Recorder of a rank's memory and traffic: what its operators on fake tensors allocate and send."""
+"""Record what a rank's operators on fake tensors allocate and send."""
 
 import weakref
 from collections import Counter
@@ -34,23 +34,23 @@ CAUSES = (
     "logits",
     "passing",
 )
-"""Causes of a process's memory; the last three exist within a forward or a backward only."""
+"""Causes of a process's memory; the last three exist only within a forward or backward pass."""
 INSIDE = "inside nodes"
 BETWEEN = "between nodes"
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Memory and traffic of a rank."""
+    """Memory and traffic of one rank in a rehearsed training step."""
 
     rank: int
     stage: int
     memory: dict[str, int]
-    """Bytes of memory at the peak of a step, by cause."""
+    """Bytes of memory at the peak of a step, keyed by cause."""
     sent: dict[str, int]
-    """Bytes sent in a micro-batch, by link."""
+    """Bytes sent in a micro-batch, keyed by link (``INSIDE`` or ``BETWEEN``)."""
     host: int
-    """Bytes in host memory; for a GPU's process those that torch pins."""
+    """Bytes in host memory; for the process of a GPU, the bytes that torch pins."""
 
     @property
     def bytes(self) -> int:
@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
     and an event with its bytes; when Python frees the storage, a finalizer adds the opposite event.
     The peak of the running sum is the peak memory. Softmax attention is run by its own code, round
     by round; its effects are recorded once per layout and replayed for the other layers. Operators
-    on real tensors only, such as the number of a plan, are computed.
+    that have only real tensors, for example one with a plan's number, run as usual.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Recorder(TorchDispatchMode):
         """Set up for a rank.
 
         Args:
-            entries: vocabulary entries of the rank; logits are recognised by this width.
+            entries: number of the rank's vocabulary entries; a tensor with as many columns counts
+                as logits.
             on_progress: receives progress text.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,15 +87,15 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.rank = rank
         self.kind = "weights"
-        """Cause of the memory that is allocated now."""
+        """One of ``CAUSES``, to which new storages are attributed."""
         self.events: list[Event] = []
         self.sent = Counter[str]()
-        """Bytes sent by link."""
+        """Bytes sent so far, keyed by link (``INSIDE`` or ``BETWEEN``)."""
         self.kept: dict[int, int] = {}
-        """Bytes of the storages that forwards left for their backwards."""
+        """Bytes that forward passes left for backward passes, keyed by the storage's number."""
         self.doing = "building the model"
         self.layer = ""
-        """Text for the layer that a pass has reached, after a comma; empty outside the layers."""
+        """Suffix of progress text with the running layer, such as ", layer 3 of 12", or empty."""
         self._kinds: list[str] = []
         self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
@@ -122,7 +123,7 @@ class Recorder(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def propagate_unrecorded(*args: Any) -> Any:
-            # It makes tensors of the global shape, which no rank allocates.
+            # The propagation makes tensors of the global shape, which no rank allocates.
             self._paused = True
             try:
                 return propagate(*args)
@@ -130,7 +131,7 @@ class Recorder(TorchDispatchMode):
                 self._paused = False
 
         def resize_recorded(storage: torch.UntypedStorage, size: int) -> None:
-            # FSDP frees and allocates gathered weights by this call.
+            # FSDP frees and allocates gathered weights with this call.
             resize(storage, size)
             number = self._numbers.get(storage)
             if number is not None:
@@ -154,7 +155,7 @@ class Recorder(TorchDispatchMode):
 
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as operators on local tensors
+            return NotImplemented  # DTensor then calls operators on local tensors
         if self._paused:
             return func(*args, **kwargs)
         self._num_operators += 1
@@ -199,8 +200,8 @@ class Recorder(TorchDispatchMode):
     def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator's own code, or replay an earlier call with the same layouts.
 
-        The layers of a model make the same calls. A call can be replayed if its outputs are all
-        that it leaves behind.
+        The layers of a model make the same calls. A call can be replayed if it leaves nothing
+        behind but its outputs.
         """
         leaves = tree_leaves((args, kwargs))
         key = key_of(func, leaves)
@@ -296,14 +297,14 @@ class Recorder(TorchDispatchMode):
         self._sizes[number] = size
 
     def count(self, num_bytes: float, ranks: Collection[int]) -> None:
-        """Count bytes that this rank sends in a group; if it leaves a node, as between nodes."""
+        """Count bytes that this rank sends in a group, within a node or between nodes."""
         num_nodes = len({rank // self._per_node for rank in ranks})
         link = INSIDE if num_nodes == 1 else BETWEEN
         self.sent[link] += round(num_bytes)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Count the storages that the block leaves behind as activations for a backward."""
+        """Count the storages that the block leaves behind as activations for a backward pass."""
         first_storage = len(self._sizes)
         yield
         for number in range(first_storage, len(self._sizes)):
@@ -320,10 +321,10 @@ class Recorder(TorchDispatchMode):
     ) -> Rehearsal:
         """Return the memory and traffic of the rank, after ``num_micro_batches`` were run.
 
-        In a real step more is alive than in the one that was run. The optimizer's state exists from
-        the start. If one micro-batch stands for several, so do the gradients of earlier ones (whole
-        or a shard) and, in a pipeline, the activations of others in flight. Storages in host memory
-        do not count.
+        A real step has more memory in use than the rehearsed one. The optimizer's state exists from
+        the start. If one micro-batch stands for several, the gradients of earlier ones (whole or a
+        shard) exist too and, in a pipeline, the activations of others in flight. Storages in host
+        memory do not count.
         """
         stage = mesh.pp.get_local_rank()
         micro_batches = 1
@@ -348,7 +349,8 @@ class Recorder(TorchDispatchMode):
         }
         alive |= {number: at_end[number] for number in from_start}
 
-        # What a forward leaves is an activation, unless it is moved or a gathered weight.
+        # A storage that a forward pass leaves is an activation, unless it is on the host or is a
+        # gathered weight.
         activations = {
             number: size
             for number, size in self.kept.items()
@@ -373,7 +375,7 @@ class Recorder(TorchDispatchMode):
         return Rehearsal(self.rank, stage, dict(memory), sent, host)
 
     def _host_bytes(self, at_end: dict[int, int], in_flight: int, on_gpu: bool) -> int:
-        """Return the bytes of host memory; torch pins a GPU's in slabs."""
+        """Return the bytes of host memory, counting whole slabs (large blocks) if it is pinned."""
         activations = []
         moments = []
         for number, size in at_end.items():

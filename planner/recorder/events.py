@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 
 Event = tuple[int, int]
-"""Number of a storage, and the change of its bytes."""
+"""An allocation or a free: the storage's number, and the change of its size in bytes."""
 
 
 def alive_after(events: Iterable[Event]) -> dict[int, int]:

@@ -27,9 +27,11 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::all_reduce": (0, lambda n: 2 * _all_but_own(n)),
     "_c10d_functional::all_to_all_single": (0, _all_but_own),
 }
-"""Index of the argument that an operator sends, and the share that each of n ranks sends."""
+"""Traffic of each operator: the index of the argument that it sends, and a function of the number
+of ranks that returns the share of this argument that each rank sends.
+"""
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
-"""Operators between ranks that send nothing."""
+"""Communication operators that send nothing."""
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 """Operators replaced by their shape functions: their own code is a loop over the tokens."""
 SHAPES = AttentionKernel(
@@ -41,11 +43,11 @@ SHAPES = AttentionKernel(
         torch.empty_like(keys.v),
     ),
 )
-"""A tile's attention with the shapes and dtypes of a GPU's kernels."""
+"""Attention kernel that only allocates its results, with a GPU kernel's shapes and dtypes."""
 
 
 def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
-    """Allocate the workspace of a delta rule's backward, and return an empty state's gradient."""
+    """Allocate the workspace of a delta rule's backward pass; return an empty state gradient."""
     q = inputs[0]
     v = inputs[2]
     key_heads, key_dim = q.shape[2:]
@@ -56,13 +58,13 @@ def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_
 
 
 SLABS = (lambda *_: None, _slab_backward)
-"""Forward and backward of a delta rule with the shapes of its kernels."""
+"""Forward and backward pass of a delta rule over a slab (a range of chunks), without computing."""
 
 
 def is_on_real_tensors(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if an operator has real or meta tensors only, so that it is computed.
+    """Return True if an operator has only real or meta tensors, and is therefore computed.
 
-    Factories of tensors, and ``to_empty`` from the meta device, make fake ones.
+    Factories of tensors, and ``to_empty`` from the meta device, make fake tensors instead.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class Tape(NamedTuple):
-    """Recorded effects of an operator's call, with storages numbered from its first one."""
+    """Recorded effects of an operator's call; storages are numbered from 0 for the call's first."""
 
     events: list[tuple[int, int]]
     kinds: list[str]
     sizes: list[int]
     sent: Counter[str]
     outs: list[tuple[Any, ...]]
-    """Each output's storage, shape, strides, dtype and device."""
+    """Storage number, shape, strides, dtype and device of each output."""
     spec: Any
     real_tensors: list[Tensor]
     """Arguments that are not fake, kept alive so that no other tensor gets their id."""

@@ -31,9 +31,9 @@ T = TypeVar("T")
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Connect to the launcher's store; return the store, this process's rank and the world size.
 
-    Raises LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or
-        MASTER_PORT, rank 0's port is in use, another program answers there, or nothing answers or
-        a process is missing after ``timeout``.
+    Raises LaunchError if the launcher's variables are inconsistent or lack MASTER_ADDR or
+    MASTER_PORT, if rank 0's port is in use or another program answers there, or if after
+    ``timeout`` nothing answers or a process is missing.
     """
     launched_world_size()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -58,8 +58,8 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
             ) from error
         raise AbsentError(
             f"rank {os.environ['RANK']} waited at MASTER_ADDR {address}, MASTER_PORT {port}, but "
-            f"not all processes came ({str(error).splitlines()[0]}); check that WORLD_SIZE of them "
-            "were started"
+            f"not all processes came ({str(error).splitlines()[0]}); check that WORLD_SIZE "
+            "processes were started"
         ) from error
     store.set_timeout(timeout)
     if _agent_has_store():
@@ -75,9 +75,9 @@ def _agent_has_store() -> bool:
 def agree_on_prefix(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> dist.Store:
-    """Return the part of torchrun's store that belongs to this start alone.
+    """Return the part of torchrun's store that belongs only to this start.
 
-    The agent's store outlives a restart of the ranks, and with it every key of the starts before:
+    The agent's store outlives a restart of the ranks, and so does every key of earlier starts:
     a rank could read a dead rank's answer. So rank 0 draws a random prefix. Another rank announces
     itself under a random name that no earlier start knows, is answered with the prefix, and
     confirms inside the new part. Rank 0 answers until all ranks have confirmed.
@@ -90,7 +90,8 @@ def agree_on_prefix(
             prefix = store.get(WELCOME.format(name)).decode()
         except dist.DistError as error:
             raise AbsentError(
-                f"rank {rank} connected to the launcher's store, but rank 0 never joined"
+                f"rank {rank} connected to the launcher's store, but rank 0 never joined; check "
+                "that rank 0 was started"
             ) from error
         part = dist.PrefixStore(prefix, store)
         part.set(HELLO.format(rank), "")
@@ -115,7 +116,8 @@ def agree_on_prefix(
         if time.monotonic() > deadline:
             ranks = ", ".join(str(other) for other in sorted(missing)[:8])
             raise AbsentError(
-                f"rank {ranks} never joined rank 0; check that {world_size} processes were started"
+                f"ranks that never joined rank 0 (up to 8 are listed): {ranks}; check that "
+                f"{world_size} processes were started"
             )
         time.sleep(0.01)
 
@@ -177,9 +179,9 @@ def _wait_for_store(address: str, port: int, timeout: timedelta) -> None:
     reason = in_time(ask, max(SECONDS_TO_ANSWER, deadline - time.monotonic()))
     if reason != "":
         raise LaunchError(
-            f"rank {os.environ['RANK']} is connected to {location}, but it does not answer as a "
+            f"rank {os.environ['RANK']} is connected to {location}, but the program there is not a "
             f"store of torch.distributed ({reason or 'it is silent'}); look at rank 0, or give "
-            "another MASTER_PORT if another program uses that one"
+            "another MASTER_PORT if another program uses this one"
         )
 
 

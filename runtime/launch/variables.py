@@ -11,8 +11,8 @@ def launched_world_size() -> int:
 
     A task of srun without RANK gets torchrun's variables from Slurm's.
 
-    Raises LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of
-        range or missing, or contradicts Slurm's.
+    Raises LaunchError if RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of
+    range or missing, or contradicts Slurm's variables.
     """
     os.environ.update(launched_by_srun(os.environ))
     if "RANK" not in os.environ:
@@ -42,7 +42,7 @@ def read_number(
 ) -> int:
     """Return an environment variable as a whole number, at least ``minimum`` and below ``limit``.
 
-    Raises LaunchError: the variable is not such a number, or is missing without a default.
+    Raises LaunchError if the variable is not such a number, or is missing and has no default.
     """
     text = os.environ.get(name)
     if text is None:

@@ -144,6 +144,8 @@ def test_something_else_is_not_timed_and_bad_input_is_one_line(monkeypatch, tmp_
     )
     assert main(["--min-length", "512", "--max-length", "256"]) == 1
     wrong, longest = capsys.readouterr().err.splitlines()
-    assert "chunked computes something else than the naive form" in wrong
-    assert longest == "error: --max-length is 256; it must be --min-length, 512, or more"
+    assert "chunked does not compute the same as the naive form" in wrong
+    assert longest == (
+        "error: --max-length is 256, but --min-length is 512; give a longer --max-length"
+    )
     assert [*tmp_path.iterdir()] == []

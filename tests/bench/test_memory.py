@@ -74,7 +74,9 @@ def test_bad_input_is_one_line(capsys):
     assert main(["--device", "cuda"]) == 1
     assert main(["--only", "none of them"]) == 1
     device, only = capsys.readouterr().err.splitlines()
-    assert device == "error: this needs a CUDA GPU, and torch sees none here; nothing was written"
+    assert device == (
+        "error: this needs a CUDA GPU, but torch finds none; start it on a machine with a GPU"
+    )
     assert only.startswith(
-        "error: --only is 'none of them', which no case has in its name; there are: llama; "
+        "error: --only is 'none of them', but no case has that in its name; the cases are: llama; "
     )

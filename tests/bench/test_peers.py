@@ -52,7 +52,7 @@ def test_a_line_names_the_ratio_of_the_best():
     assert row["against_best"] == 3.0
     line = peers.line_of(row | {"length": 64})
     assert line.startswith("64: zigzag 2.000 s (1.500 to 2.500), ")
-    assert line.endswith("our best is 3.00 times as fast as theirs")
+    assert line.endswith("Longmesh's best is 3.00 times as fast as the best other")
 
 
 @pytest.mark.slow

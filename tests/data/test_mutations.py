@@ -219,7 +219,7 @@ def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
         "words.json": lambda: prepare(request, tmp_path / "words", progress=False),
     }.get(name, lambda: load_template(str(tmp_path / "tokenizer.json")))
     with pytest.raises(
-        DataError, match=r"holds no index.json|has no chat template|words.json is no file"
+        DataError, match=r"has no index.json|has no chat template|words.json is not a file"
     ):
         use()
 
@@ -241,7 +241,7 @@ def test_a_damaged_cache(place):
 
 
 LINES = {
-    json.dumps({f"field{n}": n for n in range(20)}): '"field7" and 12 more: name',
+    json.dumps({f"field{n}": n for n in range(20)}): '"field7" and 12 more: give',
     '{"content": "a", "meta": {"url": 1}}': 'its fields are "content", "meta": .* --json-keys',
     "true": "holds true or false, not an object",
     '{"text": 3}': 'field "text" is a number, not text',

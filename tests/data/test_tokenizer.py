@@ -119,8 +119,8 @@ def test_what_no_tokenizer_is_trained_of(tmp_path, texts, vocab_size, message):
     ("name", "content", "message"),
     [
         ("none.model", None, "cannot read tokenizer .*none.model"),
-        ("t.model", b"garbage" * 100, "t.model is no sentencepiece model or is damaged; copy"),
-        ("tokenizer.json", b"{}", "tokenizer.json is no Hugging Face"),
+        ("t.model", b"garbage" * 100, "t.model is not a sentencepiece model or is damaged; copy"),
+        ("tokenizer.json", b"{}", "tokenizer.json is not a Hugging Face"),
         ("t.bin", b"", "t.bin must be a sentencepiece"),
     ],
 )

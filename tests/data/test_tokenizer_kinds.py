@@ -83,7 +83,7 @@ TABLE = [
         "`--add-bos-token always` without a begin token",
         refused(
             qwen_3,
-            "add_bos_token is always",
+            'add_bos_token is "always"',
             lambda path: text_prepared(path, add_bos_token="always"),
         ),
     ),

@@ -268,6 +268,6 @@ def told_of_dropped_characters(folder):
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "two"}]
         encoded = load_template(str(path)).encode(tokenizer, conversation_of(turns))
         assert [
-            "characters that the tokenizer has no token for" in note for note in encoded.notes
+            "characters for which the tokenizer has no token" in note for note in encoded.notes
         ] == [True] * dropped
     return "told"

@@ -120,9 +120,9 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     assert (
         convergence.main([*flags, "--data", str(tmp_path / "nothing")]) == 0
     )  # nothing is trained again, nor prepared
-    assert "nothing trained" in capsys.readouterr().out
+    assert "nothing is trained" in capsys.readouterr().out
     assert convergence.main([*flags, "--iterations", "4"]) == 1
-    assert "holds runs of" in capsys.readouterr().err
+    assert "has runs with" in capsys.readouterr().err
 
 
 def test_the_committed_runs_are_all_and_within_the_bound():

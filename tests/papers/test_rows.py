@@ -69,8 +69,8 @@ OLD = "0123abc, 2026-01-02"
     ("printed", "measured", "message", "unchanged"),
     [
         ("149.5", None, "equal, kept", True),
-        ("149.6", None, "other figures now, written anew", False),
-        ("149.6", {"block": 2.0}, "measured figures that are missing now, kept", True),
+        ("149.6", None, "written anew, since figures differ", False),
+        ("149.6", {"block": 2.0}, "kept, since the new rows lack its measured figures", True),
     ],
 )
 def test_equal_files_and_those_with_more_measured_figures_stay(

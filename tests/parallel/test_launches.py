@@ -158,8 +158,8 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch
 def test_a_gpu_that_is_not_there_is_refused_before_the_processes_join_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for cuda, reason in (
-        (None, "built for CPUs: run make venv TORCH="),
-        ("13.0", "built for GPUs: check nvidia-smi"),
+        (None, "built for CPUs: run `make venv TORCH="),
+        ("13.0", "built for GPUs: run nvidia-smi"),
     ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         with pytest.raises(MeshError, match=f"on {socket.gethostname()} is {reason}"):
@@ -175,7 +175,7 @@ def test_gpus_that_auto_passes_over_are_told(tmp_path, monkeypatch):
     auto, cpu = MeshConfig(), MeshConfig(device="cpu")
     assert mesh.idle_gpus(auto) == ""
     (tmp_path / "gpus" / "0000:1b:00.0").mkdir(parents=True)
-    assert "WARNING: device is auto and takes the CPU, but " in mesh.idle_gpus(auto)
+    assert "WARNING: device auto selects the CPU, but " in mesh.idle_gpus(auto)
     assert mesh.idle_gpus(cpu) == "", "asked for"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert mesh.idle_gpus(auto) == "", "hidden on purpose"
@@ -193,7 +193,7 @@ def test_a_process_more_than_gpus_is_refused(launcher, monkeypatch):
             monkeypatch.context() as patch,
             pytest.raises(
                 MeshError,
-                match=f"process 3 of a machine finds {gpus} GPUs there; start at most {gpus}",
+                match=f"process 3 of a machine finds only {gpus} GPUs there; start at most {gpus}",
             ),
         ):
             gpu_of(patch, LAUNCHERS[launcher](0, 2, 1, 4), 0, gpus)

@@ -109,7 +109,7 @@ def test_auto_says_why_it_finds_nothing(tmp_path):
     )
     context = ContextConfig(context_parallel_method="auto", cluster=str(path))
     with pytest.raises(
-        ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"
+        ConfigError, match=r"memory_gb of .* is 0.001, but the smallest of .* use more processes"
     ):
         with_method(replace(config(2), context=context), 2, fastest_method)
 
@@ -163,9 +163,9 @@ def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     resized_config = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
     line = (
         r"^allow_resize is set, but no mesh of 3 processes suits the model "
-        r"and keeps the global_batch_size 4 of the run "
+        r"and keeps the run's global_batch_size 4 \(set for "
     )
-    with pytest.raises(ConfigError, match=line + r"for 8; start 2, 4, 6, 8 processes$"):
+    with pytest.raises(ConfigError, match=line + r"8 processes\); start 2, 4, 6, 8 processes$"):
         rearranged(resized_config, 3, 512)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"; start 6 processes$"):

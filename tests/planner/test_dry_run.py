@@ -206,7 +206,7 @@ def test_every_kind_of_model_on_its_mesh(path, settings, capsys):
     layers = max(layers, FAMILIES[settings.get("model_type", DEFAULT)].config.delta_rule * 4 or 1)
     shorter = ("--seq-length", "4096") if settings.get("seq_length", 0) > 4096 else ()
     run(path, *at_size(path), "--num-layers", str(layers), *shorter)
-    assert "an optimizer's step ran" in capsys.readouterr().out
+    assert "an optimizer step ran" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_every_configuration_at_its_size(path, capsys, tmp_path):
     large = tmp_path / "large.toml"
     large.write_text(Path(H100[1]).read_text().replace("\nmemory_gb = 81.9", "\nmemory_gb = 1000"))
     run(path, *at_size(path), *(("--cluster", str(large)) if path.stem in SHAPES_ALONE else ()))
-    assert "an optimizer's step ran" in capsys.readouterr().out
+    assert "an optimizer step ran" in capsys.readouterr().out
 
 
 @pytest.mark.slow

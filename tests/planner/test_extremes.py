@@ -76,7 +76,7 @@ def test_the_last_number_is_found(last):
 
 
 def test_what_fits_nowhere_is_refused(config, monkeypatch):
-    with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1 and the smallest of"):
+    with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1, but the smallest of"):
         longest(config, 2, replace(SMALL, memory_gb=1))
     monkeypatch.setattr("planner.extremes.MAX_PROCESSES", 64)
     with pytest.raises(UserError, match="seq_length is 1048576, too long for 64 processes"):
@@ -122,7 +122,9 @@ def test_what_the_host_cannot_hold_is_told_as_that(config):
     assert not ranking.candidates
     assert not ranking.over_memory
     assert min(ranking.over_host_memory) > 1e9
-    assert "host_memory_gb of H100 80GB pod is 1 and the least of" in nothing_left(ranking, small)
+    assert "host_memory_gb of H100 80GB pod is 1, but the smallest of" in nothing_left(
+        ranking, small
+    )
 
 
 def run_of(size, method):

@@ -75,7 +75,7 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
     assert stage.sent[INSIDE] > passed_on
     with pytest.raises(
         UserError,
-        match=r"pipeline stage 0 gives \[1, 31, 16\] torch.float32, and the next one takes",
+        match=r"pipeline stage 0 returns \[1, 31, 16\] torch.float32, but the next stage takes",
     ):
         rehearse(config, broken(lambda x: x[:, 1:]), 0, 4, per_node=2)
     with pytest.raises(UserError, match=r"gives .* torch.float64"):

@@ -183,7 +183,9 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path)
     (tmp_path / "mine").write_text("precious")
     (tmp_path / ".lock").symlink_to("mine")
     with (
-        pytest.raises(InUseError, match=r"\.lock is a symbolic link, which is no lock; remove it"),
+        pytest.raises(
+            InUseError, match=r"\.lock is a symbolic link, which is not a lock; remove it"
+        ),
         owned(tmp_path),
     ):
         pytest.fail("a link was followed")
@@ -237,7 +239,7 @@ def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
         os.umask(umask)
     for mode, message in {
         None: "owned",
-        0o600: "InUseError: .lock was left by uid 0 and is closed to you; remove it",
+        0o600: "InUseError: .lock was left by uid 0, and you may not open it; remove it",
     }.items():
         (tmp_path / ".lock").touch()
         if mode is not None:

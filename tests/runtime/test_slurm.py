@@ -58,10 +58,10 @@ def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ):
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"},
-            "each of them a torchrun .* --ntasks-per-node 1",
+            "each is a torchrun .* --ntasks-per-node 1",
         ),
         ({"SLURM_LOCALID": "8"}, "SLURM_LOCALID 8 and SLURM_NODEID 1 do not fit"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "as SLURM_STEP_TASKS_PER_NODE 8"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "and SLURM_STEP_TASKS_PER_NODE 8"),
         ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is many"),
     ],

@@ -159,7 +159,7 @@ def test_a_stopped_rank_is_named_once(how, tmp_path):
     [
         (
             "Timed out waiting 600000ms for recv operation to complete",
-            "a peer of it did (Timed out waiting 600000ms",
+            "another rank did (Timed out waiting 600000ms",
         ),
         (
             "[pair.cc:537] Read error [10.0.0.1]:63152: Connection reset by peer. This is",

@@ -100,7 +100,7 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
         )
 
 
-LOST = "75 rank 0 ends because a peer of it did (Connection reset by peer)"
+LOST = "75 rank 0 ends because another rank did (Connection reset by peer)"
 BAD = "1 error: loss is not finite"
 
 
@@ -241,7 +241,7 @@ def test_a_refused_requeue_is_tried_three_times_and_a_silent_controller_for_minu
     assert code == 1
     assert (tmp_path / "run" / "tries").read_text().split() == ["try"] * tries
     assert refusal in output
-    assert "error: not finished, and scontrol requeue 7 is refused" in output
+    assert "error: not finished, but scontrol requeue 7 is refused" in output
 
 
 def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
@@ -323,7 +323,10 @@ def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
         tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known_nodes
     )
     assert "queued again" in output
-    assert "a rank hung on node3, which stays: Slurm would not start the job without it" in output
+    assert (
+        "a rank hung on node3, which the job keeps: Slurm would not start it without node3"
+        in output
+    )
     assert "ExcNodeList" not in output
     requested = (tmp_path / "run" / "asked").read_text()
     assert (

@@ -204,7 +204,7 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments, words)
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ("", ".slurm. names no script"),
+        ("", ".slurm. has no script"),
         ('[slurm]\nscript = "v100"\n', "script of .slurm. is 'v100'"),
         ('[slurm]\nscript = "a100"\nqueue = "x"\n', "unknown key 'queue' of .slurm."),
         ('[slurm]\nscript = "a100"\ncpus_per_gpu = "x"\n', "cpus_per_gpu of .slurm. is 'x'"),

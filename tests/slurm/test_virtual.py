@@ -242,7 +242,7 @@ def test_an_allocation_that_is_not_the_clusters_is_refused(slurm, tmp_path):
     assert ended(slurm, job)["ExitCode"] == "1:0"
     log_text = (tmp_path / "run.log").read_text()
     assert (
-        "error: GPUS_PER_NODE is 16, and this allocation has 8 GPUs on node1; give --gres and "
+        "error: GPUS_PER_NODE is 16, but this allocation has 8 GPUs on node1; give --gres and "
         "the cluster's"
     ) in log_text
     assert os.listdir(tmp_path / "run" / "logs" / job) == []

@@ -54,14 +54,14 @@ def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path):
     cluster, cpu_cluster = load_cluster(path), load_cluster(CLUSTERS / "cpu.toml")
     assert cluster.masked_share == 0, "a tile of one position hides nothing"
     assert all(getattr(cluster, name) == getattr(cpu_cluster, name) for name in ABOUT_LINKS)
-    assert path.read_text().count("not measured: of a CPU") == len(ABOUT_LINKS)
+    assert path.read_text().count("not measured: taken from a CPU") == len(ABOUT_LINKS)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--out", "there.toml"), r"--out is there.toml, which exists; give --force"),
-        (("--out", ".", "--force"), r"--out is ., which is a folder; give a file"),
+        (("--out", "there.toml"), r"--out is there.toml, but that exists; give --force"),
+        (("--out", ".", "--force"), r"--out is ., but that is a folder; give a file"),
         (("--out", "new.toml", "--links", "no.toml"), r"no.toml: cannot be read"),
     ],
 )

@@ -165,7 +165,7 @@ def test_an_export_is_meant_for_what_it_was_trained_on(tmp_path, lengths, meant_
     )
     line = capsys.readouterr().out
     assert ("with the settings of" in line, "tokenizer" in line) == (len(lengths) == 1, False)
-    assert ("max_position_embeddings is 4,096, the length trained on, and was 2,048" in line) == (
+    assert ("embeddings is 4,096, the length trained on (before: 2,048)" in line) == (
         meant_for == 4096
     )
 
@@ -236,8 +236,8 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_imported_and_told(tmp_pat
     write_tokenizer(source, 63)
     assert main(["import", str(source), str(tmp_path / "run")]) == 0
     note = (
-        "note: 2 entries are the tokenizer's alone: token 61 ('w61') is in the tokenizer's 63 "
-        "entries"
+        "note: the model lacks 2 entries of the tokenizer: token 61 ('w61') is in the tokenizer's "
+        "63 entries"
     )
     assert note in capsys.readouterr().out
     assert load_config(tmp_path / "run" / "config.toml").model.vocab_size == 61

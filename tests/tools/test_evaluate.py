@@ -213,7 +213,10 @@ def test_buckets_double():
     ("flags", "message"),
     [
         (["--seq-length", "100000"], "has no document of more than 100000 tokens"),
-        (["--last-tokens", "201"], "--last-tokens is 201 and --seq-length 200; give at most that"),
+        (
+            ["--last-tokens", "201"],
+            "--last-tokens is 201, but --seq-length is 200; give a smaller --last-tokens",
+        ),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),
         (["--context-parallel-size", "2"], "context_parallel_size is 2, but this is one process"),

@@ -18,7 +18,7 @@ TINY = str(Path(__file__).parents[2] / "configs" / "models" / "llama_tiny.toml")
         ([f"--config={TINY}", "--no-such-flag"], "unknown argument --no-such-flag"),
         (
             ["--world-size", "3", "--config", TINY],
-            "world_size is 3, and the mesh takes multiples of 2",
+            "world_size is 3, but the mesh needs a multiple of 2",
         ),
         (["lama_tiny"], "there is no model lama_tiny; name one of llama_tiny"),
         (

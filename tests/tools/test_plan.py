@@ -48,7 +48,7 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkey
     times = [float(row[-5].split()[0]) for row in rows]
     assert times == sorted(times)
     assert float(rows[0][-4].replace(",", "")) == pytest.approx(4096 / times[0] * 1e3, rel=1e-3)
-    assert "candidates, of which the best 4 are shown (--top); " in out
+    assert "candidates (the best 4 are shown, --top); " in out
     assert "ulysses_degree is 16 with 8 query" in out
     assert main([*MODEL, *A100]) == 0
     alone = "1 process on WallFacer's A100, 8 x 4, sequences of 4096 tokens\n1 candidate; "
@@ -73,15 +73,15 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
     out = capsys.readouterr().out
     assert out.startswith("8 processes on H100 80GB pod, sequences of 1048576 tokens: fits\n")
     assert [row[0] for row in rows_of(out)] == ["2", "3", "4"]
-    assert "\nequal to 1, as far as predictions tell (to 1%): 2, 3, 4\n" in out
+    assert "\nas fast as 1, as far as predictions tell (to 1%): 2, 3, 4\n" in out
     assert "\nnote: seq_length 1048576 is 25.6 times the 40960 positions that the model" in out
     assert "the command scales rope to them; " in " ".join(out.split())
     assert (
-        "error: at most 5% on published runs of this card, to which nothing was fitted; over "
-        "all cards 6%\n"
+        "error: at most 5% on published runs on this GPU that were not used for fitting; on all "
+        "GPUs at most 6%\n"
     ) in out
     assert (
-        "it trains from random weights; add --finetune --load RUN to begin with another run's"
+        "it trains from random weights; add --finetune --load RUN to begin with RUN's weights"
         in out
     )
     config = config_to_start(out)
@@ -94,7 +94,7 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
 def test_the_longest_sequence_leaves_little_and_says_so(capsys):
     assert main(["qwen3_5_9b", "--longest", "--world-size", "8", "--cluster", "h100"]) == 0
     assert (
-        "tokens: fits, which leaves less than the tenth that an allocator may need\n"
+        "tokens: fits (leaves less than the tenth of memory that an allocator may need)\n"
         in capsys.readouterr().out
     )
 
@@ -114,7 +114,7 @@ def test_a_named_model_has_a_card_without_a_flag(capsys):
             "h100",
             "--reset-attention-mask",
             "FlashAttention 2 at 31%",
-            "no published run of .* by FlashAttention 2 is",
+            "no published run of .* with FlashAttention 2 to",
         ),
         ("h100", "--attention-backend aten", "FlashAttention 2 at 31%", "no published run"),
         ("h100", "--attention-backend flash_attn_3", "FlashAttention 3 at 66%", "no published run"),
@@ -122,10 +122,10 @@ def test_a_named_model_has_a_card_without_a_flag(capsys):
             "h100",
             "--attention-backend triton",
             "attention at 53%",
-            "no published run of .* by attention is",
+            "no published run of .* with attention to",
         ),
-        ("h200", "", "cuDNN at 53%", "no published run of .* by cuDNN is"),
-        ("gb200", "", "cuDNN at 60%", "no published run of .* by cuDNN is there to compare with"),
+        ("h200", "", "cuDNN at 53%", "no published run of .* with cuDNN to"),
+        ("gb200", "", "cuDNN at 60%", "no published run of .* with cuDNN to compare with"),
         (
             "a100",
             "--reset-attention-mask",
@@ -161,7 +161,7 @@ def test_a_named_model_whose_data_are_not_made_yet_has_their_vocabulary(
     monkeypatch.chdir(tmp_path)
     assert main([name, "--world-size", "2", "--fits"]) == 0
     assert capsys.readouterr().err.startswith(
-        "note: runs/data/stdlib.model is not there; a vocabulary of 4096 is ass"
+        "note: runs/data/stdlib.model does not exist; a vocabulary of 4096 is ass"
     )
     assert main([name, "--tokenizer-model", "mine.model"]) == 1
     assert "cannot read tokenizer mine.model" in capsys.readouterr().err
@@ -195,11 +195,11 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
     [
         (
             "--context-parallel-size 4 --profile",
-            "profile needs 4 processes, as planned for, and finds 1; use torch",
+            "profile needs the 4 processes of the plan, but 1 started; use torch",
         ),
-        ("--write . --top 0", "^error: --write is ., which is a folder; give a file\n$"),
+        ("--write . --top 0", "^error: --write is ., but that is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),
-        ("--vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
+        ("--vocab-size none", "vocab_size nor tokenizer_model.* name the model with --config FILE"),
         (
             "--longest --seq-length 4096",
             "--longest searches for the sequence length; do not pass --seq-length too",
@@ -209,10 +209,10 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
             "--fewest searches for the number of processes; do not pass --world-size too",
         ),
         ("--cluster none.toml", "none.toml: cannot be read"),
-        ("--fits --top 3", "--top is for ranked plans, and --fits looks at one configuration"),
+        ("--fits --top 3", "--top is for ranked plans, but --fits looks at one configuration"),
         (
             "--fits --context-parallel-method auto --tensor-model-parallel-size 3 --world-size 3",
-            "context_parallel_method is auto, and no method suits",
+            "context_parallel_method is auto, but no method suits",
         ),
         (
             "--context-parallel-size 3 --world-size 4",

@@ -157,11 +157,11 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
         ("losses broken.jsonl", "broken.jsonl, line 1 is not the record of an iteration"),
         (
             "losses empty.jsonl",
-            "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration",
+            "has no lm_loss and no diffusion_loss and no validation_loss; it has no iteration",
         ),
-        ("losses one.jsonl --metric speed", "holds no speed; it has iteration, lm_loss"),
+        ("losses one.jsonl --metric speed", "has no speed; it has iteration, lm_loss"),
         ("losses one.jsonl --smooth 1", "--smooth is 1.0"),
-        ("losses missing --output ..", "--output is .., which is a folder; give a file"),
+        ("losses missing --output ..", "--output is .., but that is a folder; give a file"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_once_and_nothing_written(

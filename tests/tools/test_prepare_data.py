@@ -51,7 +51,7 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
         ("--check none", "none.idx does not exist; check the path"),
         (
             "--input x --output-prefix .",
-            "--output-prefix is ., which is a folder; give ./NAME to write into it\n",
+            "--output-prefix is ., but that is a folder; give ./NAME to write into it\n",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_long_texts_are_shown_abridged_with_the_lengths_of_conversations(tmp_pat
     assert main(shows) == 0
     out = capsys.readouterr().out
     assert (
-        f"<|user|>\n{'a' * 391}\n... 133 of 933 characters left out, which --whole shows ...\naaa"
+        f"<|user|>\n{'a' * 391}\n... 133 of 933 characters left out; --whole shows them ...\naaa"
         in out
     )
     assert "--- conversation 1 of 2" in out, "the sample is to be longer than 1,024 tokens"
@@ -196,7 +196,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
             == 0
         )
         assert (
-            "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens"
+            "warning: the tokenizer does not know 1 pieces of the text (20.00% of 5 tokens)"
             in capsys.readouterr().out
         ) == is_told
 

@@ -108,17 +108,17 @@ def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be
         (images / name).rename(tmp_path / "moved")
         (images / other).mkdir()
         (tmp_path / "moved").rename(images / other / name)
-    assert "taken as a split" in error(capsys, "--input", images, "--output", tmp_path / "out")
+    assert "take it as a split" in error(capsys, "--input", images, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("stray.png", "images holds images, and folders with images such as"),
-        ("others/cat/1.png", "have one name, and would be one class"),
+        ("stray.png", "images has images and also folders with images, such as"),
+        ("others/cat/1.png", "have the same name and would be one class"),
         ("cat/train_1.png", "4 of 5 images of .* would be left out, such as .*cat/0.png"),
-        ("metadata.jsonl", "metadata.jsonl takes the place of their classes"),
+        ("metadata.jsonl", "metadata.jsonl replaces the folders' classes"),
         ("more.zip", "cannot be read as images .*zip"),
     ],
 )
@@ -157,13 +157,13 @@ def error(capsys, *arguments):
 
 
 def test_bad_input_gives_one_message(images, tmp_path, capsys):
-    assert "is no folder" in error(
+    assert "is not a folder" in error(
         capsys, "--input", tmp_path / "none", "--output", tmp_path / "a" / "b"
     )
-    assert "holds no config.json" in error(
+    assert "has no config.json" in error(
         capsys, "--input", images, "--vae", images, "--output", tmp_path / "a"
     )
-    assert "holds no index.json" in error(capsys, "--check", images)
+    assert "has no index.json" in error(capsys, "--check", images)
     assert not (tmp_path / "a").exists()
     assert main(["--input", str(images)]) == 2
 
@@ -190,7 +190,7 @@ def test_an_output_that_cannot_be_written_is_named(images, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     message = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / "file/under")
     assert f"cannot write to {tmp_path}/file/under (Not a directory" in message
-    assert "name a folder to write to" in message
+    assert "give another folder" in message
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
@@ -201,7 +201,7 @@ def test_check_reads_all_values(tmp_path, capsys, kind):
     assert "5 samples of 3 8 8 in 1 shards, 5 classes" in capsys.readouterr().out
     assert main(["--check", str(tmp_path), "--num-classes", "7"]) == 0
     assert "note: 2 of 7 classes have no sample" in capsys.readouterr().err
-    low = "row 4 has label 4, and num_classes 4 allows 0 to 3"
+    low = "row 4 has label 4, but num_classes 4 allows 0 to 3"
     assert low in error(capsys, "--check", tmp_path, "--num-classes", 4)
     spoilt = latents.copy()
     spoilt[2, 0, 0, 0] = np.nan
@@ -211,5 +211,5 @@ def test_check_reads_all_values(tmp_path, capsys, kind):
         save_file({"latents": spoilt, "labels": labels}, tmp_path / "latents-00000.safetensors")
     assert f"latents-00000.{kind}: row 2 holds a NaN" in error(capsys, "--check", tmp_path)
     write_latents(tmp_path / "below", [(latents, labels - 2)], kind=kind)
-    below = "row 0 has label -2, and classes begin at 0; number the classes from 0"
+    below = "row 0 has label -2, but classes begin at 0; number the classes from 0"
     assert below in error(capsys, "--check", tmp_path / "below")

@@ -147,7 +147,7 @@ def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "-" * 80 not in captured.out
     assert re.fullmatch(
-        r"error: .*/iter_0000003 cannot be drawn from: .*; its training diverged, .*\n",
+        r"error: .*/iter_0000003 cannot write text: .*; its training diverged, .*\n",
         captured.err,
     )
 
@@ -181,13 +181,13 @@ def test_seed_and_top_p_decide_the_samples(run, capsys):
 
 
 def test_says_so_beyond_the_trained_length(run, tmp_path, capsys):
-    assert "more than the 64" in sampled(capsys, "--load", run, "--num-tokens", 70).err
+    assert "exceed 64 tokens" in sampled(capsys, "--load", run, "--num-tokens", 70).err
     assert not sampled(capsys, "--load", run, "--num-tokens", 40).err
     # An import's config.toml says no length that it was trained on: what it is meant for counts, if
     # it says so.
     for meant, warning in (
         ("", ""),
-        ("max_position_embeddings = 48", "more than the 48 the model"),
+        ("max_position_embeddings = 48", "exceed 48 tokens, the length of the"),
     ):
         write_run(tmp_path, trained(1), meant, iteration=0, imported_from="elsewhere")
         assert warning in (
@@ -262,7 +262,7 @@ def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
     )
     for stop in ("no one token", "300"):
         assert main([*map(str, command), "--stop", stop]) == 1
-        assert f"stop names '{stop}', which is not one token" in capsys.readouterr().err
+        assert f"stop names '{stop}', but that is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

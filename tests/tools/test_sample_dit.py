@@ -91,8 +91,8 @@ def _drawn_on_rank(rank, world_size, run, folder):
 
 
 NOT_FINITE = (
-    r"iter_0000002 draws values that are not finite in \d+ of \d+ samples: "
-    r"its training diverged, or guidance"
+    r"iter_0000002 draws values that are not finite in \d+ of \d+ samples, so "
+    r"its training diverged or guidance"
 )
 
 
@@ -125,11 +125,15 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "kind", "message"),
     [
-        (["--classes", "10"], ConfigError, "classes names 10, and the model has classes 0 to 9"),
+        (
+            ["--classes", "10"],
+            ConfigError,
+            "--classes has 10; it must be one of the model's classes, 0 to 9",
+        ),
         (
             ["--classes", "3", "1", "3"],
             ConfigError,
-            "classes names 3 twice",
+            "--classes has 3 twice",
         ),
         (
             ["--method", "ddim"],
@@ -157,7 +161,7 @@ def test_what_a_run_cannot_be_drawn_with_is_refused_before_any_work(run, tmp_pat
     copy = tmp_path / "run"
     copytree(run, copy)
     rewrite_manifest(copy / "iter_0000002", extra={})
-    with pytest.raises(CheckpointError, match="keeps no averages of the weights; give --no-ema"):
+    with pytest.raises(CheckpointError, match="has no averages of the weights; give --no-ema"):
         main(["--load", str(copy), *DRAWN])
     config = (run / "config.toml").read_text()  # in a folder without a checkpoint
     (tmp_path / "config.toml").write_text(
@@ -187,7 +191,7 @@ def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(
 ):
     monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
     with pytest.raises(
-        DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"
+        DataError, match="decodes 4 channels, but latent_shape 1 8 8 has 1; give the vae"
     ):
         main(["--load", str(run), *DRAWN, "--vae", str(vae), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -198,7 +202,7 @@ def test_a_vae_takes_images_of_its_channels_and_names_itself_where_its_pictures_
     loaded.check((4, 8, 8))
     with pytest.raises(
         DataError,
-        match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae",
+        match="decodes images, but latent_shape 4 3 8 8 has frames; leave out --vae",
     ):
         loaded.check((4, 3, 8, 8))
     latents = torch.zeros(3, 4, 8, 8)

@@ -169,7 +169,7 @@ def contents(folder):
     [
         (
             lambda target: (target / "own.py").write_text("mine = 1"),
-            r"own\.py was added since; move it away",
+            r"own\.py was added since the package was written; move it away",
         ),
         (lambda target: (target / "part/own").mkdir(), "part/own was added since"),
         (lambda target: (target / "part/own").symlink_to("nowhere"), "part/own was added since"),
@@ -269,14 +269,14 @@ from longmesh_attention.runtime.files import owned as é; \
 é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
 '''
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
-    with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge by its full name"):
+    with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge without as"):
         vendor.renamed(b"import kernels.merge", Path("a.py"))
     for line, module in (
         ("from . import plan", r"\."),
         ("def f():\n    from ..mesh import x", r"\.\.mesh"),
     ):
         with pytest.raises(
-            vendor.UserError, match=rf"a\.py:\d imports {module}, relative to its folder; give"
+            vendor.UserError, match=rf"a\.py:\d imports {module} relative to its folder; use"
         ):
             vendor.renamed(line.encode(), Path("a.py"))
 
@@ -304,6 +304,7 @@ ALONE = f"""
 import sys
 import {NAME}
 from {NAME}.transformers import shard
+from {NAME}.diffusers import noise_like, shard
 tops = {{name.split(".")[0] for name in sys.modules}}
 print("TAKEN", sorted(tops & set(sys.argv[1:])))
 """
@@ -314,7 +315,7 @@ def test_a_wheel_that_git_sees_in_the_checkout_is_told(tmp_path, monkeypatch, ca
     monkeypatch.setattr(vendor, "commit_of", commit)
     assert vendor.main([str(tmp_path / "seen")]) == 0
     assert (
-        "seen lies in this checkout, where git sees it: figures made from now on"
+        "seen lies in this checkout, where git sees it, so results from now on"
         in capsys.readouterr().out
     )
     assert vendor.main([str(tmp_path / "seen")]) == 0
@@ -344,7 +345,7 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
     assert vendor.main([str(tmp_path), "--package", NAME]) == 0
     (built,) = tmp_path.glob("*.whl")
     assert built.name == f"{NAME}-{vendor.__version__}-py3-none-any.whl"
-    assert built.stat().st_size < 300_000
+    assert built.stat().st_size < 350_000
     with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp_path / "site")
     about = tmp_path / "site" / f"{NAME}-{vendor.__version__}.dist-info"
@@ -368,15 +369,16 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
         path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))
     )
     alone = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-    done = ended([sys.executable, "-c", ALONE, *ours, "transformers"], **alone)
+    done = ended([sys.executable, "-c", ALONE, *ours, "transformers", "diffusers"], **alone)
     assert done.stdout.endswith("TAKEN []\n"), done.stdout + done.stderr
-    quick = [f"tests/{path}" for path in TESTS if path.endswith(("test_over.py", "test_batch.py"))]
+    names = ("test_over.py", "test_batch.py", "diffusers/test_refusals.py")
+    quick = [f"tests/{path}" for path in TESTS if path.endswith(names)]
     done = ended(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *quick],
         **alone,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(quick) == 2
+    assert len(quick) == 3
 
 
 def test_a_project_is_the_package_its_tests_and_what_pip_reads():

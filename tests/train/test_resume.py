@@ -56,7 +56,7 @@ def test_a_longer_or_shorter_run_stays_on_the_schedule_that_it_began_with():
         "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule (2.000000E-04 "
         "after iteration 120) "
         "and 1.149148E-03 by this configuration's (lr_decay_iters was 120 and is 240): the "
-        "checkpoint's is kept; --override-opt-param-scheduler takes the other"
+        "checkpoint's is kept; --override-opt-param-scheduler takes this configuration's"
     )
     # Stopped and begun again by the same command, and longer still: the first schedule stays.
     for length in (240, 360):
@@ -146,7 +146,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
     early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
     _, note = continued(config(240, use_checkpoint_opt_param_scheduler=True), PATH, early, 120)
-    assert note == f"note: {PATH} has no schedule: this configuration's is used"
+    assert note == f"note: {PATH} has no schedule, so this configuration's is used"
 
 
 @pytest.mark.parametrize(

@@ -128,5 +128,5 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, c
     assert (
         "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in output
     )
-    assert "averages of the weights are dropped: ema_decay was 0.9 and is not set" in output
+    assert "of the weights are dropped, because ema_decay was 0.9 and is not set now" in output
     assert output.count("note:") == 2

@@ -171,7 +171,7 @@ def test_a_picture_of_a_run_that_is_not_finite_is_a_note(tmp_path, capsys):
     config = replace(run_of(), sampling=sampling, checkpoint=checkpoint)
     picture_writer(broken, config)(7)
     assert (
-        "iter_0000007.png is not written: 1 of 6 samples have values that are not"
+        "iter_0000007.png is not written, because 1 of 6 samples have values that are not"
         in capsys.readouterr().err
     )
     assert not (tmp_path / "samples").exists()

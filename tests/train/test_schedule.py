@@ -119,7 +119,7 @@ def test_a_run_too_short_for_its_warm_up_and_final_decay_takes_less_and_says_so(
     assert shortened(config, 11) == []
     (note,) = shortened(config, 5)
     assert note.startswith(
-        "note: lr_warmup_iters is 10, too many for train_iters 5: this run uses 1"
+        "note: lr_warmup_iters is 10, too many for train_iters 5, so this run uses 1"
     )
     config = OptimizerConfig(lr_decay_style="WSD", lr_warmup_iters=10, lr_wsd_decay_iters=20)
     assert schedule_of(config, 5).lr_wsd_decay_iters == 4

@@ -1,1 +1,1 @@
-"""A cluster file for the planner, measured on the devices and links at hand."""
+"""Write a cluster file for the planner, measured on the devices and links at hand."""

@@ -5,15 +5,16 @@ torchrun --nproc-per-node 4 -m tools.calibrate --out laptop.toml --links configs
 srun --nodes 2 --ntasks-per-node 8 python -m tools.calibrate --out pod.toml --name "our pod"
 python -m tools.plan --config configs/models/llama_tiny.toml --cluster laptop.toml \
     --context-parallel-size 4 --vocab-size 8192
-python -m tools.calibrate --ceilings  # copies and matrix products on all cores; no file
+python -m tools.calibrate --ceilings  # peak rates of copies and matmuls on all cores; no file
 
-Links inside nodes need two processes on each, links between nodes two nodes. A figure that was not
-measured, and is not taken from --links, is a comment in the file, and the planner names it. On a
-CPU every process has one thread.
+To measure links inside nodes, start two processes on each node; for links between nodes, start two
+nodes. A figure that was neither measured nor taken from --links becomes a comment in the file, and
+the planner names it as missing. On a CPU every process has one thread.
 
-All ranks measure at once, since those of a node may share cores, memory and adapters; the median
-over ranks counts. Short work counts by its mean: ranks that share a core wait for it now and then,
-and longer than the work itself takes.
+All ranks measure at once, since those of a node may share cores, memory and network adapters. A
+figure of the devices is the median over ranks; a link is timed by the slowest rank. For short work
+the mean over repetitions counts, not the median: a rank that shares a core sometimes waits for it
+longer than the work itself takes.
 """
 
 import argparse
@@ -48,14 +49,14 @@ ABOUT_LINKS = [
 
 
 def checked(args: argparse.Namespace) -> Cluster | None:
-    """Return the cluster of --links.
+    """Check the files of the command line; return the cluster of --links, if given.
 
-    Raises UserError: it cannot be read, or the output exists or cannot be written.
+    Raises UserError if --links cannot be read, or if --out exists or cannot be written.
     """
     refuse_folder("--out", args.out)
     if args.out.exists() and not args.force:
         raise UserError(
-            f"--out is {args.out}, which exists; give --force to replace it, or another --out"
+            f"--out is {args.out}, but that exists; give --force to replace it, or another --out"
         )
 
     why = unwritable(args.out.parent, "give another --out")
@@ -70,7 +71,8 @@ def text_of(
 ) -> str:
     """Return a cluster file's text: ``about`` as comments, then a line for each figure.
 
-    A figure that was not measured is taken from ``links``, or named as missing.
+    A figure of links that was not measured is taken from ``links``; other figures that were not
+    measured are named as missing, if the planner needs them.
     """
     lines = [*(f"# {line}" for line in about), ""]
     values: Figures = {"name": (name, ""), "device": (device, ""), **figures}
@@ -78,7 +80,7 @@ def text_of(
         value, origin = values.get(entry.name, (None, ""))
         if value is None and links is not None and entry.name in ABOUT_LINKS:
             value = getattr(links, entry.name)
-            origin = f"not measured: of {' '.join(links.name.split())}"
+            origin = f"not measured: taken from {' '.join(links.name.split())}"
         if value is not None:
             written = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
             line = f"{entry.name} = {written}"
@@ -87,14 +89,17 @@ def text_of(
             lines.append(line)
         elif entry.default is MISSING:
             lines.append(
-                f"# {entry.name} is missing: not measured by the processes started; add it"
+                f"# {entry.name} is missing: the started processes could not measure it; add it"
             )
 
     return "\n".join(lines) + "\n"
 
 
 def calibrate(argv: list[str]) -> None:
-    """Measure and write. Raises UserError: bad flags, or figures that cannot be measured."""
+    """Measure, and write a cluster file or print the peak rates.
+
+    Raises UserError for invalid flags, or if something cannot be measured.
+    """
     args = _parse(argv)
     if args.ceilings:
         ceilings = print_ceilings(args.device)
@@ -140,10 +145,10 @@ def _write(
 
     missing = [key for key in ABOUT_LINKS if f"# {key} is missing" in text]
     if missing:
-        print(f"not measured, and missing there: {', '.join(missing)}")
+        print(f"not measured, and missing from the file: {', '.join(missing)}")
         print(
-            "start it on two nodes, with two processes on each, or take what is missing from "
-            "--links FILE"
+            "start tools.calibrate on two nodes, with two processes on each, or take the missing "
+            "figures from --links FILE"
         )
 
 
@@ -155,37 +160,43 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=Path,
         default=Path("cluster.toml"),
         metavar="FILE",
-        help="to write (default: %(default)s)",
+        help="cluster file to write (default: %(default)s)",
     )
-    add("--force", action="store_true", help="replace FILE")
+    add("--force", action="store_true", help="replace FILE if it exists")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="default: cuda where there is one",
+        help="device to measure (default: a GPU if there is one)",
     )
-    add("--name", help="a few words for the planner's output (default: processes and device)")
+    add("--name", help="cluster's name in the planner's output (default: processes and device)")
     add(
         "--links",
         type=Path,
         metavar="FILE",
-        help="cluster file with the links that cannot be measured here",
+        help="cluster file that supplies the figures of links that cannot be measured here",
     )
-    add("--num-heads", type=positive, metavar="N", help="query heads")
-    add("--head-dim", type=positive, metavar="N", help="width of a head")
-    add("--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)")
+    add("--num-heads", type=positive, metavar="N", help="number of heads of the measured attention")
+    add("--head-dim", type=positive, metavar="N", help="number of channels per head")
+    add(
+        "--batch",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of sequences at once (default: %(default)s)",
+    )
     add(
         "--ceilings",
         action="store_true",
-        help="measure what one device can do at most, and write no cluster file",
+        help="measure one device's maximum rates, and write no cluster file",
     )
-    add("--json", type=Path, metavar="PATH", help="write the ceilings here too, as JSON lines")
+    add("--json", type=Path, metavar="PATH", help="with --ceilings: file for them, as JSON lines")
     add(
         "--lengths",
         type=positive,
         nargs="+",
         metavar="N",
-        help="tokens of a process, at which to measure attention",
+        help="numbers of tokens per process at which to measure attention",
     )
     return parser.parse_args(argv)
 

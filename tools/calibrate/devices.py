@@ -1,8 +1,8 @@
-"""Measured rates of the devices: matrix products, attention, launches of tiles, memory.
+"""Measure the rates of devices: matmuls, attention, launches of tiles, memory.
 
-All ranks measure at once, since those of a node may share cores, memory and adapters; the median
-over ranks counts. Short work counts by its mean: ranks that share a core wait for it now and then,
-and longer than the work itself takes.
+All ranks measure at once, since those of a node may share cores and memory; a figure is the median
+over ranks. For short work the mean over repetitions counts, not the median: a rank that shares a
+core sometimes waits for it longer than the work itself takes.
 """
 
 import os
@@ -28,25 +28,25 @@ from train.callbacks import say
 from train.callbacks.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
-"""Value, and the way it was measured, by key of a cluster file."""
+"""Values for a cluster file, each with a note on how it was measured, keyed as in the file."""
 FFN = 4
 """Width of the feed-forward layer as a multiple of the hidden size."""
 REPEATS = 3
 TINY = 4
-"""Positions of a tile so small that its launch takes all of its time."""
+"""Number of positions of a tile that is so small that its time is all launch."""
 TILES = 8
-"""Tiles of the rank that has the most."""
+"""Number of ranks of the ring that measures launches; its last rank computes as many tiles."""
 HOST_BYTES = 1 << 28
 
 
 def middle_of_ranks(measured: Callable[[], float]) -> float:
-    """Return the median over ranks of a measurement that all of them make at once. Collective."""
+    """Measure on all ranks at once; return the median over ranks. Collective."""
     dist.barrier()
     return median(gather_results(measured))
 
 
 def measure_products(device: torch.device, work: AttentionShape, rows: int) -> Figures:
-    """Measure the best matrix product, and those of a layer, in TFLOP/s."""
+    """Return the device's peak and the rate of a layer's matmuls, both in TFLOP/s."""
     dtype = DTYPES[work.dtype]
     width = work.num_heads * work.head_dim
     peak = middle_of_ranks(lambda: peak_flops(device, dtype)) / 1e12
@@ -64,11 +64,11 @@ def measure_products(device: torch.device, work: AttentionShape, rows: int) -> F
         times = partial(product_times, device.type, dtype, *shape, FIRST_PROBES)
         shape_seconds = middle_of_ranks(lambda times=times: mean(times()))  # type: ignore[misc]
         rate = 2 * prod(shape) / shape_seconds / 1e12
-        say(f"product of {' x '.join(map(str, shape))}: {rate:.4g} TFLOP/s")
+        say(f"matmul of {' x '.join(map(str, shape))}: {rate:.4g} TFLOP/s")
         seconds += shape_seconds
         multiply_adds += prod(shape)
 
-    about_peak = f"{work.dtype}: a GPU's data sheet, else the best product or kernel measured"
+    about_peak = f"{work.dtype}: a GPU's data sheet, else the best matmul or kernel measured"
     about_layer = f"a layer of width {width}, {rows} rows"
     return {
         "peak_tflops": (peak, about_peak),
@@ -77,9 +77,11 @@ def measure_products(device: torch.device, work: AttentionShape, rows: int) -> F
 
 
 def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Measure attention in TFLOP/s, the share of a causal tile computed in vain, and a launch.
+    """Measure attention's rate, the cost of masked pairs, and the launch of a tile.
 
-    The longest of the ascending lengths counts; the others are printed on the way.
+    These are TFLOP/s, the share of masked pairs in a causal tile that is computed anyway, and
+    microseconds. Only the longest of the ascending lengths counts; the results of the others are
+    just printed.
     """
     for length in lengths:
         tile = replace(work, seq_length=length)
@@ -107,7 +109,10 @@ def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int
 
 
 def relate(figures: Figures) -> None:
-    """Turn rates of layers and attention into shares of the peak, the best of all rates."""
+    """Turn the rates of layers and attention into fractions of the peak, in place.
+
+    The peak becomes the highest of the three rates.
+    """
     data_sheet, about_peak = figures["peak_tflops"]
     layers, about_layers = figures["matmul_fraction"]
     attention, about_attention = figures["attention_fraction"]
@@ -121,10 +126,10 @@ def relate(figures: Figures) -> None:
 def rank_step(
     device: torch.device, work: AttentionShape, size: int = 1, causal: bool = True
 ) -> tuple[Callable[[], None], int]:
-    """Return a function that runs a ring's last rank without communication, and its pairs.
+    """Return a function that runs a ring's last rank without communication, and its pair count.
 
-    The last rank of a causal ring attends in every round. The ``work`` is of each of ``size``
-    ranks.
+    The last rank is the busiest: in a causal ring it attends in every round. ``work`` is the shape
+    on each of ``size`` ranks.
     """
     plan = make_plan("ring", seq_len=size * work.seq_length, size=size, causal=causal)
     rank = size - 1
@@ -134,7 +139,7 @@ def rank_step(
 
 
 def attention_seconds(device: torch.device, work: AttentionShape, causal: bool) -> float:
-    """Measure one tile as runs compute it, in seconds forward and backward together."""
+    """Time one attention tile, computed as in a run: seconds of forward plus backward pass."""
     try:
         step, pairs = rank_step(device, work, causal=causal)
         seconds = middle_of_ranks(lambda: mean(time_steps(step, device.type, 3 * PROBES)))
@@ -153,14 +158,17 @@ def attention_seconds(device: torch.device, work: AttentionShape, causal: bool) 
 
 
 def launch_seconds(device: torch.device, work: AttentionShape, rate: float) -> float:
-    """Measure the executor's overhead in seconds per tile, without communication."""
+    """Measure the executor's overhead in seconds per tile and pass, without communication."""
     step, pairs = rank_step(device, replace(work, seq_length=TINY), TILES)
     seconds = median(time_steps(step, device.type, 3 * REPEATS))
     return (seconds - work.flops(pairs) / rate) / (2 * TILES)
 
 
 def measure_memory(device: torch.device, sharing: int) -> Figures:
-    """Return a processor's memory and, of a GPU, the host's and the rate of copies between them."""
+    """Measure a device's memory and, for a GPU, its host memory and the rate of copies there.
+
+    ``sharing`` is the number of devices that share the host's memory.
+    """
     host_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing / 1e9
     if device.type == "cpu":
         return {"memory_gb": (host_gb, "the machine's, shared by its processes")}

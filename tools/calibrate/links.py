@@ -1,4 +1,4 @@
-"""Measured links: inside nodes, between nodes, and together with computing."""
+"""Measure links inside nodes and between nodes, and how computing overlaps with them."""
 
 from statistics import mean
 
@@ -13,36 +13,37 @@ from train.callbacks import say
 GROWTH = 4
 MAX_BYTES = 1 << 28
 LONG_ENOUGH = 0.05
-"""Seconds of an exchange's bytes after which no larger message is tried.
+"""Seconds of an exchange, beyond its latency, above which no larger message is tried.
 
-TCP sends a message again that waits longer than its shortest timeout, 0.2 s, behind earlier ones of
-its sender: such a time would say nothing about the link.
+TCP resends a message that waits longer than its shortest timeout, 0.2 s, behind earlier messages of
+its sender: such a time would say nothing about the link. Overlaps are measured with computing that
+takes about as long.
 """
 
 
 def measure_inside(device: torch.device, local_size: int) -> Figures:
-    """Measure the link inside a node."""
+    """Measure the latency and rate of the link between the ranks of a node."""
     latency, rate, _ = measure_link("inside a node", device, _node_ring(local_size))
     about = f"{local_size} ranks of a node at once, each to the next"
     return {"inside_gb_per_s": (rate / 1e9, about), "inside_latency_us": (1e6 * latency, about)}
 
 
 def _node_ring(local_size: int) -> list[int]:
-    """Return the next and the previous rank of this node."""
+    """Return the next and the previous rank in a ring of this node's ranks."""
     rank = dist.get_rank()
     first = rank - rank % local_size
     return [first + (rank + 1) % local_size, first + (rank - 1) % local_size]
 
 
 def _ring(distance: int) -> list[int]:
-    """Return the ranks at a distance after and before this one."""
+    """Return the ranks ``distance`` after and before this one, in a ring of all ranks."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     return [(rank + distance) % size, (rank - distance) % size]
 
 
 def measure_between(device: torch.device, local_size: int) -> Figures:
-    """Measure the link between nodes, and whether the ranks of a node share it."""
+    """Measure the link between nodes, and decide whether the ranks of a node share it."""
     across = _ring(local_size)
     latency, together, largest = measure_link("between nodes", device, across)
 
@@ -54,15 +55,16 @@ def measure_between(device: torch.device, local_size: int) -> Figures:
     alone = rate_of(largest, smaller_seconds, larger_seconds)
     say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
 
-    # All ranks of a node together get one link's rate, or each gets its own: halfway in the
-    # logarithm decides.
+    # One rank alone is local_size times as fast as one of all if they share a link, and equally
+    # fast if each has its own. The threshold is the geometric mean of the two ratios.
     shared = local_size == 1 or alone / together > local_size**0.5
-    # The link's own rate is the better of two: of ranks that meet some wait longer, and processors
-    # may bound ranks with a link each.
+    # A shared link's rate is the better of the two measurements: if all ranks send, some wait
+    # longer. With a link for each rank, one rank alone counts: if all send, the processors may be
+    # the limit.
     rate = alone
     if shared:
         rate = max(alone, together * local_size)
-    about = f"{local_size} ranks of a node at once, each to its like"
+    about = f"{local_size} ranks of a node at once, each to its counterpart"
     about_link = f"one rank alone is {alone / together:.2g} times as fast"
     return {
         "between_gb_per_s": (rate / 1e9, f"one rank alone, or {about}"),
@@ -72,9 +74,10 @@ def measure_between(device: torch.device, local_size: int) -> Figures:
 
 
 def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int) -> Figures:
-    """Measure the overlap of computing with an exchange about as long.
+    """Measure the share of an exchange's time that computing of about the same length hides.
 
-    The exchange is posted before the computing, or waited for first while neighbours compute.
+    For ``posted_overlap`` the exchange is posted before the computing and waited for after it; for
+    ``shared_overlap`` each rank first waits for the exchange, while its neighbours may compute.
     """
     has_nodes = dist.get_world_size() > local_size
     distance = local_size if has_nodes else 1
@@ -108,20 +111,20 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
     def waited_for() -> None:
         post()()
         compute()
-        if meet is not None:  # neighbours wait for each other
+        if meet is not None:  # end together with the neighbours
             meet()()
 
     figures: Figures = {}
     for name, step, manner in (
-        ("posted_overlap", posted_before, "posted before it"),
-        ("shared_overlap", waited_for, "waited for"),
+        ("posted_overlap", posted_before, "posted before"),
+        ("shared_overlap", waited_for, "completed before"),
     ):
         together = slowest(step, device.type, 3 * PROBES, mean)
         saved = compute_seconds + exchange - together
         share = min(1.0, max(0.0, saved / min(compute_seconds, exchange)))
         about = (
-            f"an exchange of {1e3 * exchange:.3g} ms {manner}, "
-            f"with {1e3 * compute_seconds:.3g} ms of computing"
+            f"an exchange of {1e3 * exchange:.3g} ms {manner} "
+            f"{1e3 * compute_seconds:.3g} ms of computing"
         )
         say(f"{about}: {1e3 * together:.4g} ms")
         figures[name] = (share, about)
@@ -130,9 +133,10 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
 
 
 def measure_link(name: str, device: torch.device, peers: list[int]) -> tuple[float, float, int]:
-    """Return a link's latency in seconds, its rate in bytes per second and the largest message.
+    """Measure a link with messages that grow up to ``LONG_ENOUGH`` or ``MAX_BYTES``.
 
-    Messages grow until their bytes take long enough.
+    Returns the latency in seconds, the rate in bytes per second, and the size of the largest
+    message in bytes. ``peers`` are those of ``exchange_seconds``.
     """
     size = FIRST_BYTES
     latency = 0.0
@@ -149,10 +153,11 @@ def measure_link(name: str, device: torch.device, peers: list[int]) -> tuple[flo
 
 
 def rate_of(size: int, smaller_seconds: float, larger_seconds: float) -> float:
-    """Return the bytes per second from the times of a size and of the one before it.
+    """Return the bytes per second, from the times of a message and of the next smaller one.
 
-    Their difference has no latency. It is most of the time of so large a message: if less than half
-    is left, the smaller exchange was disturbed, and half the time counts.
+    ``size`` is the larger message's, in bytes. The difference of the times contains no latency, and
+    should be most of the larger time. If it is less than half, the smaller exchange was disturbed,
+    and half of the larger time is used instead.
     """
     seconds = max(larger_seconds - smaller_seconds, larger_seconds / 2, 1e-9)
     return (size - size // GROWTH) / seconds

@@ -1,4 +1,4 @@
-"""Every figure of a cluster file that can be measured by the processes started."""
+"""Measure every figure of a cluster file that the started processes can measure."""
 
 import os
 from dataclasses import replace
@@ -24,17 +24,18 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
     """Return every figure that can be measured here, and print each measurement. Collective.
 
     Args:
-        work: heads and batch of the model at hand, and the dtype; its width is that of all heads
-            together.
-        lengths: positions of a rank, at which attention is measured; the longest gives its rate.
+        work: heads, batch and dtype of the attention; the layers are as wide as all heads together.
+        lengths: numbers of positions per rank at which attention is measured; the longest gives
+            the rate.
 
-    Raises UserError: nodes have unequal numbers of processes, or no attention kernel runs here.
+    Raises UserError if nodes have different numbers of processes, or no attention kernel runs here.
     """
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if len(set(gather_results(lambda: local_size))) > 1 or size % local_size:
         raise UserError(
-            "nodes have unequal numbers of processes (LOCAL_WORLD_SIZE); start as many on each"
+            "nodes have different numbers of processes (LOCAL_WORLD_SIZE); start the same number "
+            "on each"
         )
 
     figures = measure_products(device, work, lengths[-1] * work.batch)
@@ -42,7 +43,7 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
     relate(figures)
     if size == 1:
         devices = len(usable_cores()) if device.type == "cpu" else torch.cuda.device_count()
-        figures["gpus_per_node"] = (devices, "those here")
+        figures["gpus_per_node"] = (devices, "all of this machine")
     else:
         figures["gpus_per_node"] = (local_size, "processes started on each node")
 

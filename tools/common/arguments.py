@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 
 class UsageError(UserError):
-    """An invalid command line; only one rank prints it, as with other user errors."""
+    """An invalid command line; only one rank prints the error, as with other user errors."""
 
     status = 2
 
@@ -36,8 +36,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, and suggest the nearest flag for an unknown one.
 
-        A misspelt flag of a required argument is reported by argparse as a missing argument. So if
-        parsing fails, an unknown word that resembles a missing flag is named instead.
+        argparse reports a misspelt required flag as a missing argument. So if parsing fails, the
+        error names an unknown word that resembles a missing flag instead.
         """
         words = sys.argv[1:] if args is None else [*args]
         try:
@@ -104,7 +104,10 @@ def parser_for(prog: str, description: str | None) -> Parser:
 
 
 def at_least(minimum: int | float) -> Callable[[str], Any]:
-    """Return an argparse type for 64-bit numbers of the minimum's type that are not below it."""
+    """Return an argparse type for numbers of ``minimum`` or more.
+
+    They have the type of ``minimum`` (int or float), and are below 2^63.
+    """
     kind = "an integer" if isinstance(minimum, int) else "a number"
 
     def number(text: str) -> int | float:
@@ -121,15 +124,15 @@ positive = at_least(1)
 
 
 def refuse_folder(flag: str, path: Path | None, fix: str = "give a file") -> None:
-    """Raise UserError if a flag that names a file names a folder."""
+    """Raise UserError if ``path``, the value of a flag that expects a file, is a folder."""
     if path is not None and path.is_dir():
-        raise UserError(f"{flag} is {path}, which is a folder; {fix}")
+        raise UserError(f"{flag} is {path}, but that is a folder; {fix}")
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
     """Wrap ``main`` so that user errors and system errors are printed as one line.
 
-    The exit status is main's result (0 for None), or after an error the error's, by default 1.
+    The exit status is main's result (0 for None); after an error, the error's ``status``, or 1.
     """
 
     @wraps(main)
@@ -156,7 +159,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         try:
             sys.exit(main())
         finally:
-            # Flush here: the interpreter would do it at exit, and print that the reader is gone.
+            # Flush here: if the output's reader is gone, a flush at exit would print an error.
             print(end="", flush=True)
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

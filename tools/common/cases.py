@@ -18,9 +18,10 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 def _flag(flag: str, default: Any, words: type | None = None) -> Any:
-    """Return a dataclass field of a case, with its flag.
+    """Return a field of ``Case`` that stands for a training flag.
 
-    ``words`` is a configuration class; its choices for this flag may be written without a name.
+    ``words`` is the flag's configuration class if a line may have the flag's choices as bare words,
+    such as zigzag.
     """
     return field(default=default, metadata={"flag": flag, "words": words})
 
@@ -51,7 +52,7 @@ class Case:
     joined: int = _flag("micro-batch-size", 0)
     batch: int | None = _flag("global-batch-size", None)
     more: tuple[str, ...] = ()
-    """Other flags, which have no word."""
+    """Further training flags, as on a command line, for settings that have no field here."""
 
     @property
     def ranks(self) -> int:
@@ -60,7 +61,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The mesh in a few words, with its data-parallel mode if dp x cp > 1."""
+        """Short description of the mesh and its settings, to tell cases apart in tables."""
         sizes = []
         for name in DIMENSIONS:
             if getattr(self, name) > 1:
@@ -104,7 +105,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """Return the flags: the mesh, the method if cp > 1, and non-default settings."""
+        """Return the case as training flags: mesh, method if cp > 1, and non-default settings."""
         flags = []
         if self.joined:
             flags.append("--pack-samples")
@@ -121,11 +122,11 @@ class Case:
 
 SPELLED = [entry for entry in fields(Case) if entry.metadata]
 FLAGS: dict[str, str] = {entry.name: entry.metadata["flag"] for entry in SPELLED}
-"""Flag of each field."""
+"""Training flag, without dashes, of each field of ``Case``."""
 CHOICES: dict[str, type] = {
     entry.name: entry.metadata["words"] for entry in SPELLED if entry.metadata["words"]
 }
-"""Configuration class of each field whose values may be written without the field's name."""
+"""Configuration class of each field whose values may be bare words; it defines these values."""
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -140,7 +141,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def _words() -> dict[str, str]:
-    """Return the field of each choice, keyed by choice; "none" is a method."""
+    """Return the field that each bare word sets, keyed by word; "none" sets the method."""
     words = {}
     for name, config in reversed(CHOICES.items()):
         annotation = get_type_hints(config)[FLAGS[name].replace("-", "_")]
@@ -150,13 +151,13 @@ def _words() -> dict[str, str]:
 
 
 WORDS = _words()
-"""Maps words without a value to their fields; ``none`` is a context-parallel method."""
+"""Field that each bare word sets, keyed by word; ``none`` is a context-parallel method."""
 
 
 def case_of(line: str) -> Case:
     """Parse a line into a case.
 
-    Raises UserError: an unknown word; the message lists the known ones.
+    Raises UserError for an unknown word; the message lists the known words.
     """
     values: dict[str, Any] = {}
     words, mark, flags = line.partition("--")
@@ -171,7 +172,7 @@ def case_of(line: str) -> Case:
         else:
             numbers = [f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES]
             accepted = dict.fromkeys([*numbers, *WORDS])
-            raise UserError(f"{line!r} has the word {word!r}; use {', '.join(accepted)}")
+            raise UserError(f"{line!r} has the unknown word {word!r}; use {', '.join(accepted)}")
 
     return Case(**values, more=tuple((mark + flags).split()))
 
@@ -179,7 +180,7 @@ def case_of(line: str) -> Case:
 def cases_of(lines: str) -> list[Case]:
     """Parse lines into cases, without duplicates.
 
-    ``A|B`` in a word stands for two lines, one with each, and so does ``cp=2|4``.
+    A word ``A|B`` stands for two lines, one with A and one with B; so does ``cp=2|4``.
     """
     cases: dict[Case, None] = {}
     for line in lines.splitlines():

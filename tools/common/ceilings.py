@@ -1,4 +1,4 @@
-"""Measure the rates of a device and its links: copies, matrix products, exchanges of ranks."""
+"""Measure the rates of a device and its links: copies, matmuls, exchanges between ranks."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
@@ -11,15 +11,18 @@ from kernels.operators import linear
 from runtime.machine import describe, time_steps, usable_cores
 from runtime.together import gather_results
 
-# Large enough to exceed the caches and fill every multiprocessor; about a second of work in all.
+# These sizes exceed the caches and fill every multiprocessor; about a second of work in all.
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}
 REPEATS = {"cpu": 5, "cuda": 20}
-"""Number of timed repetitions of a copy or a product."""
+"""Number of timed repetitions of each copy and matmul, keyed by device type."""
 FIRST_BYTES = 1 << 10
 PROBES = 5
 FIRST_PROBES = 50
-"""Number of timed exchanges after two warm-ups; short ones are repeated more often."""
+"""Number of timed repetitions of short work, such as an exchange of ``FIRST_BYTES``.
+
+Longer work is repeated ``PROBES`` times.
+"""
 Step = Callable[[], object]
 
 
@@ -32,7 +35,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
+    """Measure square matmuls of several sizes; return the TFLOP/s of the fastest size."""
     rates = []
     for n in MATMUL_SIZES[device]:
         seconds = product_times(device, dtype, n, n, n, REPEATS[device])
@@ -43,16 +46,20 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 def product_times(
     device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int
 ) -> list[float]:
-    """Time products ``[rows, inner] x [inner, columns]``, computed as in a layer's forward pass."""
+    """Time matmuls ``[rows, inner] x [inner, columns]``, run as in a layer's forward pass.
+
+    Returns the seconds of each repetition.
+    """
     x = torch.randn(rows, inner, device=device).to(dtype)
     weight = torch.randn(columns, inner, device=device).to(dtype)
     return time_steps(lambda: linear(x, weight), device, repeats)
 
 
 def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """Measure a device's ceilings.
+    """Measure a device's peak rates.
 
-    Returns ``copy_gb_per_s``, ``matmul_tflops`` by dtype and, on a CPU, ``threads``.
+    Returns ``copy_gb_per_s``, ``matmul_tflops`` keyed by dtype and, on a CPU, the number of
+    ``threads`` that computed.
     """
     result: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
     result["matmul_tflops"] = {name: matmul_rate(device, getattr(torch, name)) for name in dtypes}
@@ -62,9 +69,9 @@ def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def print_ceilings(requested: str) -> dict[str, Any]:
-    """Measure and print the ceilings of a device, with all cores of a CPU.
+    """Measure and print a device's peak copy bandwidth and matmul rates; return them.
 
-    ``auto`` is a GPU if there is one.
+    A CPU uses all its cores. ``requested`` may be ``auto``: a GPU if there is one, else the CPU.
     """
     device = requested
     if requested == "auto":
@@ -81,10 +88,10 @@ def print_ceilings(requested: str) -> dict[str, Any]:
 
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
-    """Return the slowest rank's seconds for an exchange; collective.
+    """Time an exchange on all ranks; return the slowest rank's seconds. Collective.
 
-    Each rank sends ``size`` bytes to the first of ``peers`` and receives as many from the last; a
-    rank without peers only takes part in the timing.
+    Each rank sends ``size`` bytes to the first of ``peers`` and receives the same number from the
+    last of them; a rank without peers only takes part in the timing.
     """
     post = posting(device, peers[:1], peers[-1:], size)
 
@@ -103,8 +110,8 @@ def posting(
 ) -> Callable[[], Step]:
     """Return a function that posts sends and receives of ``size`` bytes.
 
-    It sends to each rank of ``to`` and receives from each of ``sources``; it returns the function
-    that waits for all of them.
+    The function sends to each rank of ``to`` and receives from each of ``sources``. It does not
+    wait, but returns a second function that waits for all transfers.
     """
     outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
     incoming = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in sources]

@@ -17,9 +17,9 @@ from train.resume.settings import AVERAGED
 
 
 def import_dit(source: Path, run: Path) -> str:
-    """Make a run of a diffusion transformer, and describe it; all weights are in memory at once.
+    """Create a run from a diffusion transformer's folder; return a description.
 
-    Raises UserError: ``run`` exists, or the folder is not a whole model; nothing is written then.
+    Raises UserError, and writes nothing, if ``run`` exists or the folder is not a whole model.
     """
     config, state = load_dit(source)
     with new_folder(run) as draft:
@@ -35,9 +35,11 @@ def import_dit(source: Path, run: Path) -> str:
 
 
 def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) -> str:
-    """Write a run's averaged weights, or its trained ones if it has no averages; describe them.
+    """Write a run's averaged weights, or the trained ones if there are no averages.
 
-    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's
+    Returns a description.
+
+    Raises UserError if ``target`` exists, or if the checkpoint is not of the model in the run's
     config.toml.
     """
     config = load_config(run / "config.toml").model

@@ -1,4 +1,4 @@
-"""Check a prepared prefix, show its texts, and count its tokens by document length."""
+"""Check the data of a path prefix, show its texts, and count its tokens by document length."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ _BAR = 40
 
 
 def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
-    """Read all data of a prefix, and return a one-line summary.
+    """Check all data of a path prefix; return a one-line summary.
 
     Raises:
-        DataError: anything that would stop training, a document written by tools.prepare_data that
-            lacks its end token, or a loss mask that does not match the tokens.
+        DataError: something would stop training, a document written by tools.prepare_data lacks
+            its end token, or a loss mask does not match the tokens.
     """
     import numpy as np
 
@@ -52,10 +52,10 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
 
 
 def _ends(indexed: "Indexed", eod: int) -> str:
-    """Describe the documents that do not end with the end-of-document token, if there are any.
+    """Return the summary's note on documents without the end-of-document token; may be empty.
 
-    Raises DataError: there are such documents, although tools.prepare_data, which ends every
-    document, wrote the pair.
+    Raises DataError if there are any although tools.prepare_data wrote the data, since it ends
+    every document with this token.
     """
     import numpy as np
 
@@ -67,12 +67,12 @@ def _ends(indexed: "Indexed", eod: int) -> str:
     if without_end and os.path.exists(f"{indexed.prefix}.json"):
         raise DataError(
             f"{indexed.prefix}.bin holds {without_end:,} documents that do not end with the "
-            f"tokenizer's end-of-document token, {eod}; prepare the text with this tokenizer"
+            f"tokenizer's end-of-document token, {eod}; prepare the text again with this tokenizer"
         )
 
     lumped = ""
     if indexed.is_lumped:
-        lumped = ", which its .idx has as sequences of one document"
+        lumped = " (its .idx lists them as sequences of one document)"
     if not without_end:
         return lumped
 
@@ -86,9 +86,9 @@ def _ends(indexed: "Indexed", eod: int) -> str:
 def shown(
     prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: bool
 ) -> Iterator[str]:
-    """Yield the first documents of a prefix as text, or samples of conversations.
+    """Yield lines that show the first ``count`` documents, or samples of conversations, as text.
 
-    Tokens that carry loss are green, or between ⟦ and ⟧ without `colour`.
+    Tokens that carry loss are green, or without ``colour`` between ⟦ and ⟧.
 
     Args:
         whole: show each text completely, instead of only its beginning and end.
@@ -129,9 +129,9 @@ def shown(
 def _marked_text(
     tokenizer: "Tokenizer", ids: "np.ndarray", mask: "np.ndarray"
 ) -> list[tuple[str, bool]]:
-    """Return the characters of a text, each with whether its token has a loss.
+    """Return the characters of a text, each with True if its token carries loss.
 
-    Runs of tokens with and without loss are decoded separately, so that no character has both.
+    Tokens with and without loss are decoded separately, so that no character mixes the two kinds.
     """
     import numpy as np
 
@@ -149,14 +149,14 @@ def _shortened(text: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     if len(text) <= 2 * _SHOWN + 100:
         return text
     note = (
-        f"\n... {len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out, "
-        "which --whole shows ...\n"
+        f"\n... {len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out; "
+        "--whole shows them ...\n"
     )
     return [*text[:_SHOWN], *((character, False) for character in note), *text[-_SHOWN:]]
 
 
 def _with_marks(text: list[tuple[str, bool]], colour: bool) -> str:
-    """Return the text with marks around the characters that carry loss."""
+    """Return a text with ⟦ and ⟧, or colours, around the characters that carry loss."""
     begin = "⟦"
     end = "⟧"
     if colour:
@@ -173,7 +173,7 @@ def _with_marks(text: list[tuple[str, bool]], colour: bool) -> str:
 
 
 def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.ndarray":
-    """Return the share of all tokens in texts longer than each length of ``longer``, float64."""
+    """Return, for each length in ``longer``, the share of tokens in longer texts: float64."""
     import numpy as np
 
     ascending = np.sort(lengths)
@@ -183,7 +183,10 @@ def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.n
 
 
 def share_lines(lengths: "np.ndarray", kind: str) -> Iterator[str]:
-    """Yield a line for each length in ``LONGER``: the share of tokens in longer texts, a bar."""
+    """Yield a heading, and a line for each length in ``LONGER``.
+
+    A line has the share of tokens in longer texts, as a number and as a bar.
+    """
     yield f"tokens in {kind}s longer than"
     for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
         yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()

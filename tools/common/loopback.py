@@ -14,7 +14,7 @@ from parallel.context.transport import Arrival, Tensors, Transport
 
 
 class LoopbackTransport(Transport):
-    """Links of one rank without peers: every exchange returns the tensors that were sent."""
+    """A transport without peers: every exchange returns the tensors that the rank itself sent."""
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         return None
@@ -40,7 +40,7 @@ class LoopbackTransport(Transport):
 def step_of(
     plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> Callable[[], None]:
-    """Return a function that runs one rank's forward and backward pass of a plan."""
+    """Return a function that runs one rank's forward and backward pass of attention by a plan."""
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:

@@ -29,7 +29,7 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
     The step is rehearsed on the documents that take the most memory, from the run's own data if it
     is on this machine, or else on documents drawn by length.
 
-    Raises UserError: the configuration does not suit the processes, or no method fits.
+    Raises UserError if the configuration does not suit the processes, or if no method fits.
     """
     config = with_joined_ranks(config, world_size)
     device = config.mesh.device if config.context.cluster is None else cluster.device
@@ -80,7 +80,7 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
         longest = max(end - start for start, end in pairwise(documents))
         origin = "a micro-batch drawn at random"
         if from_data:
-            origin = "of the run's first micro-batches, the heaviest"
+            origin = "the heaviest of the run's first micro-batches"
         number = counted(len(documents) - 1, "document")
         print(f"{origin}: {number}, the longest of {longest} tokens")
 
@@ -93,12 +93,12 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
 def _print_changes(needed_changes: Sequence[Any], seconds: float | None) -> None:
     """Print the settings that make a configuration fit, and the time of a step with them."""
     if seconds is None:
-        advice = "use more (--fewest says how many) or shorter sequences"
-        print(f"no arrangement of these processes fits by the search; {advice}")
+        advice = "use more processes (--fewest says how many) or shorter sequences"
+        print(f"the search found no arrangement of these processes that fits; {advice}")
         return
 
-    order = "change, in the order of docs/tasks/long_context.md"
-    print(f"{order}, for {duration(seconds)} a step:")
+    order = "settings to change, in the order of docs/tasks/long_context.md"
+    print(f"{order}; a step then takes {duration(seconds)}:")
     for change in needed_changes:
         print(f"  {change.flag}  (about {amount(change.bytes)})")
 
@@ -106,7 +106,7 @@ def _print_changes(needed_changes: Sequence[Any], seconds: float | None) -> None
 def _fastest_method(
     config: Any, world_size: int, cluster: Cluster, lengths: tuple[int, ...]
 ) -> Any:
-    """Return the configuration with the fastest method that fits, or the fastest if none fits."""
+    """Return the configuration with the fastest method that fits; if none fits, the fastest."""
     ranking = rank([config], world_size, cluster, lengths)
     candidates = ranking.candidates
     if not candidates:

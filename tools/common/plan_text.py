@@ -32,7 +32,7 @@ ALIKE = 0.01
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A candidate, with its measured seconds per iteration if it was profiled."""
+    """A row of the planner's table: a candidate, and its measured seconds per iteration, if any."""
 
     candidate: Candidate
     dp: int
@@ -40,7 +40,7 @@ class PlanRow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the predicted tokens, or patches, per second of all processes."""
+        """Return the predicted tokens (for a DiT, patches) per second of all processes together."""
         config = self.candidate.config
         tokens = config.train.batch_size(self.dp) * config.sequence_length
         return float(tokens / self.candidate.prediction.time)
@@ -102,7 +102,7 @@ SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
 
 
 def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
-    """Format the rows in aligned columns, without the columns that are empty in every row."""
+    """Format the rows as a table, numbered from ``first``, without columns that are all empty."""
     used: dict[str, list[str]] = {}
     for head in columns:
         cells = [COLUMNS[head](row) for row in rows]
@@ -152,11 +152,11 @@ def bars(
 
 
 def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
-    """Describe the numbers of candidates and of discarded ones, with the reasons."""
+    """Return how many candidates there are, and how many were discarded for which reasons."""
     num_candidates = len(ranking.candidates)
     shown = ""
     if top < num_candidates:
-        shown = f", of which the best {top} are shown (--top)"
+        shown = f" (the best {top} are shown, --top)"
     sums = f"{ranking.refused.total()} refused, {len(ranking.over_memory)} too large"
     if ranking.over_host_memory:
         sums += f", {len(ranking.over_host_memory)} too large for host memory"
@@ -168,15 +168,18 @@ def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
     if ranking.over_memory:
         smallest = min(ranking.over_memory) / 1e9
         lines.append(
-            f"  too large {len(ranking.over_memory)}: {cluster.memory_gb:g} GB, and these take "
-            f"{smallest:.1f} or more"
+            f"  too large {len(ranking.over_memory)}: memory is {cluster.memory_gb:g} GB, but "
+            f"these take {smallest:.1f} or more"
         )
 
     return "\n".join(lines)
 
 
 def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
-    """Group reasons that differ only in numbers; return an example and a count, largest first."""
+    """Group reasons that differ only in numbers; return each group's example and count.
+
+    The largest group comes first.
+    """
     first_reasons: dict[str, str] = {}
     counts: Counter[str] = Counter()
     several: set[str] = set()
@@ -196,7 +199,7 @@ def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
 
 
 def headline(world_size: int, cluster: Cluster, config: Any) -> str:
-    """Return the processes, the cluster and the sequence length that a plan is for."""
+    """Return a plan's heading: number of processes, cluster and sequence length."""
     processes = counted(world_size, "process")
     return f"{processes} on {cluster.name}, sequences of {config.sequence_length} tokens"
 
@@ -204,10 +207,10 @@ def headline(world_size: int, cluster: Cluster, config: Any) -> str:
 def answer(
     rows: Sequence[PlanRow], config: Any, world_size: int, cluster: Cluster, file: str
 ) -> str:
-    """Describe the fastest plan of a named model that fits.
+    """Describe the fastest plan that fits for a named model.
 
-    The text has its time by part, its memory, the next plans, the command that starts it and the
-    sources of the numbers.
+    The text has the plan's time by part and its memory, the next plans, the command that starts
+    the fastest one, and the sources of the numbers.
     """
     first = rows[0]
     prediction = first.candidate.prediction
@@ -237,14 +240,17 @@ def answer(
     lines += ["start it:", *command(best, config, world_size, cluster, file)]
     if best.checkpoint.load is None:
         lines.append(
-            "  it trains from random weights; add --finetune --load RUN to begin with another run's"
+            "  it trains from random weights; add --finetune --load RUN to begin with RUN's weights"
         )
 
     return "\n".join([*lines, *notes(best, scaled=True), *sources(best, cluster)])
 
 
 def alike(rows: Sequence[PlanRow]) -> list[str]:
-    """List the rows with predicted times that are equal to the first row's within ``ALIKE``."""
+    """Return a line that lists the rows predicted to be as fast as the first, within ``ALIKE``.
+
+    Nothing is returned if there are none, or if the rows were measured.
+    """
     if rows[0].measured is not None:
         return []
     return equal_to_first([row.candidate.prediction.time for row in rows])
@@ -260,11 +266,11 @@ def equal_to_first(seconds: Sequence[float]) -> list[str]:
     if not numbers:
         return []
 
-    return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(numbers)}"]
+    return [f"as fast as 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(numbers)}"]
 
 
 def notes(config: Any, scaled: bool = False) -> list[str]:
-    """Warn of sequences longer than the model's positions.
+    """Return a warning, in lines, if sequences are longer than the model's maximum length.
 
     ``scaled`` means that the printed command already scales rope to the sequence length.
     """
@@ -272,7 +278,7 @@ def notes(config: Any, scaled: bool = False) -> list[str]:
     if note and scaled:
         note = re.sub(
             r"scale rope with .*, or set --max-position-embeddings",
-            "the command scales rope to them; set --max-position-embeddings in its place",
+            "the command scales rope to them; set --max-position-embeddings instead",
             note,
         )
 
@@ -285,7 +291,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
     Only the settings that differ from the model's file become flags.
     """
     nodes = -(-world_size // cluster.gpus_per_node)
-    while world_size % nodes:  # torchrun starts equally many processes on every node
+    while world_size % nodes:  # torchrun starts the same number of processes on each node
         nodes += 1
 
     flags = []
@@ -317,7 +323,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 
 
 def sources(best: Any, cluster: Cluster) -> list[str]:
-    """Describe the sources of a plan's numbers, and the prediction error on published runs."""
+    """Return lines on the sources of a plan's numbers, and on the error on published runs."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = "attention"
     if cluster.attention_kernel:
@@ -326,12 +332,12 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     recurrent = best.model.recurrent
     if cluster.public_error and best.causal and not recurrent:
         error = (
-            f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing "
-            f"was fitted; over all cards {largest_public_error():.0%}"
+            f"at most {cluster.public_error:.0%} on published runs on this GPU that were not used "
+            f"for fitting; on all GPUs at most {largest_public_error():.0%}"
         )
     else:
         error = (
-            f"unknown: no published run of such a model on this card by {kernel} is there to "
+            f"unknown: there is no published run of such a model on this GPU with {kernel} to "
             "compare with"
         )
 
@@ -342,11 +348,11 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
 
     return [
         "where this comes from:",
-        f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
+        f"  time: matmuls at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
         f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
         f"  error: {error}",
         "         (python -m papers.records --table public compares them all)",
-        "  memory: counted by the plan that runs, allocator's reserve left out; "
-        "--dry-run counts the run's own code",
-        "  no run of this program on a GPU has been made yet",
+        "  memory: counted from the plan that runs, without the allocator's reserve; "
+        "--dry-run rehearses the run's own code",
+        "  this program has not been run on a GPU yet",
     ]

@@ -1,4 +1,7 @@
-"""Modules that the fork server imports before it forks ranks; a process has one fork server."""
+"""Imports for the fork server, which every forked rank inherits.
+
+A process has only one fork server, so this list must suit all commands.
+"""
 
 import gc
 

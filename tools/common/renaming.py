@@ -14,12 +14,14 @@ from runtime.errors import UserError
 
 PACKAGE = "longmesh_attention"
 PARTS = {
+    "parallel.comparison": "comparison",
     "parallel.context": "context",
+    "parallel.diffusers": "diffusers",
     "parallel.transformers": "transformers",
     "kernels": "kernels",
     "runtime": "runtime",
 }
-"""Maps longmesh's packages to their names inside the vendored package."""
+"""Name of each of longmesh's packages inside the vendored package."""
 OURS = re.compile(rf"({'|'.join(map(re.escape, PARTS))})\b")
 NAMESPACE = "longmesh"
 """Namespace of longmesh's custom operators; a second library with the same name would silently
@@ -29,7 +31,7 @@ replace them.
 
 @dataclass(frozen=True, order=True)
 class Edit:
-    """A replacement in a source file: row, column in bytes, old text and new text."""
+    """A replacement in a source file, at a row and a column in bytes (both from 0)."""
 
     row: int
     column: int
@@ -43,8 +45,8 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
     Packages move into the package ``name``; ``namespace`` is the operators' new namespace, by
     default ``name``.
 
-    Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all
-    over the file.
+    Raises UserError if the file has a relative import, or an ``import a.b`` of longmesh without
+    ``as``: every use of that name in the file would have to change too.
     """
     lines = source.splitlines(keepends=True)
     edits: set[Edit] = set()
@@ -65,12 +67,12 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
 
 
 def _import_from_edit(node: ast.ImportFrom, lines: list[bytes], path: Path, name: str) -> Edit:
-    """Return the edit of a ``from ... import``. Raises UserError: it is relative."""
+    """Return the edit of a ``from ... import``. Raises UserError if the import is relative."""
     module = "." * node.level + (node.module or "")
     if node.level:
         raise UserError(
-            f"{path}:{node.lineno} imports {module}, relative to its folder; "
-            "give the module's full name"
+            f"{path}:{node.lineno} imports {module} relative to its folder; "
+            "use the module's full name"
         )
 
     row = node.lineno - 1
@@ -79,18 +81,18 @@ def _import_from_edit(node: ast.ImportFrom, lines: list[bytes], path: Path, name
 
 
 def _import_edits(node: ast.Import, path: Path, name: str) -> Iterator[Edit]:
-    """Yield the edits of an ``import``. Raises UserError: a longmesh module without ``as``."""
+    """Yield the edits of an ``import``. Raises UserError for longmesh modules without ``as``."""
     for alias in node.names:
         moved = _moved(alias.name, name)
         if moved != alias.name and not alias.asname:
             raise UserError(
-                f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import"
+                f"{path}:{node.lineno} imports {alias.name} without as; use from ... import"
             )
         yield Edit(alias.lineno - 1, alias.col_offset, alias.name, moved)
 
 
 def _namespace_edits(node: ast.AST, lines: list[bytes], namespace: str) -> Iterator[Edit]:
-    """Yield the edit of an operator's namespace: in torch.ops, or in a string "longmesh::..."."""
+    """Yield the edit of an operator's namespace, in ``torch.ops`` or a string "longmesh::..."."""
     if isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
@@ -103,7 +105,7 @@ def _namespace_edits(node: ast.AST, lines: list[bytes], namespace: str) -> Itera
 
 
 def _moved(module: str, name: str) -> str:
-    """Return a module's name inside the vendored package; other modules keep their names."""
+    """Return a longmesh module's name in the vendored package; other modules keep their names."""
     match = OURS.match(module)
     if match is None:
         return module

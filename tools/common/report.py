@@ -27,14 +27,20 @@ MASKED = "#C9CCD1"
 INK = "#22262B"
 FAINT = "#6B7280"
 DIGITS = 12
-"""Significant digits of a saved float, so that differences of two losses have four digits."""
+"""Number of significant digits of a saved float.
+
+With 12, the difference of two nearly equal losses still has about four digits.
+"""
 Record = Mapping[str, Any]
 Column = str | Callable[[Any], Any]
-"""A format string of a row's fields, such as ``"{seconds:.3f}"``, or a function of the row."""
+"""Rule for the cells of a table's column.
+
+It is a format string with fields of the row, such as ``"{seconds:.3f}"``, or a function of the row.
+"""
 
 
 def cell(column: Column, row: Record) -> str:
-    """Return a row's cell of a column; empty if the row lacks a field."""
+    """Return a row's text in a column; empty if the row lacks a field."""
     if callable(column):
         value = column(row)
         if value is None:
@@ -55,7 +61,10 @@ def cell(column: Column, row: Record) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns; the first ``left`` columns hold words."""
+    """Rows and the columns to show of them, keyed by the column's name.
+
+    The first ``left`` columns are words, aligned left in text; the others are numbers.
+    """
 
     columns: Mapping[str, Column]
     rows: Sequence[Record] = ()
@@ -63,23 +72,23 @@ class Table:
 
     @property
     def cells(self) -> list[list[str]]:
-        """Return the text of every row."""
+        """Return the text of every cell, row by row."""
         return [self.row_cells(row) for row in self.rows]
 
     def row_cells(self, row: Record) -> list[str]:
-        """Return the text of a row."""
+        """Return the text of each cell of a row."""
         return [cell(column, row) for column in self.columns.values()]
 
     def text(self) -> list[str]:
-        """Return lines in aligned columns."""
+        """Return the table's lines as plain text with aligned columns."""
         return aligned([[*self.columns], *self.cells], range(self.left))
 
     def markdown(self, align: str = "---") -> list[str]:
-        """Return lines of Markdown; ``align`` is ``---:`` for columns of numbers."""
+        """Return the table's lines as Markdown; ``align`` is ``---:`` to align columns right."""
         return markdown([*self.columns], self.cells, align)
 
     def line(self, row: Record) -> str:
-        """Return one row with a head before each cell, to print as it is measured."""
+        """Return one row as a line, to print it once it is measured: words, then named numbers."""
         heads = [*self.columns]
         words = self.row_cells(row)
         title = " ".join(filter(None, words[: self.left]))
@@ -92,7 +101,7 @@ class Table:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> list[str]:
-    """Return the lines of a Markdown table; ``align`` is ``---:`` for columns of numbers."""
+    """Return the lines of a Markdown table; ``align`` is ``---:`` to align columns right."""
     lines = [f"| {' | '.join(head)} |", f"| {align} " * len(head) + "|"]
     for row in rows:
         lines.append(f"| {' | '.join(row)} |")
@@ -100,7 +109,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "-
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Return the lines of a table in aligned columns: ``left`` to the left, others to the right."""
+    """Format lines of cells in columns; columns in ``left`` are aligned left, others right."""
     formats = []
     for index, column in enumerate(zip(*lines, strict=True)):
         width = max(map(len, column))
@@ -114,7 +123,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list
 
 
 def as_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table as CSV, a line per row; floats have 6 digits."""
+    """Return a table as CSV, a line per row; floats have 6 significant digits."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(head)
@@ -130,9 +139,9 @@ def as_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """Return the lines of a result's file.
+    """Return the lines of a result's file, each as JSON; the module's docstring says which.
 
-    Raises UserError: a row has a field named "of" or "key".
+    Raises UserError if a row has a field named "of" or "key".
     """
     first: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
@@ -144,7 +153,8 @@ def lines_of(result: dict[str, Any]) -> list[str]:
             clash = row.keys() & {"of", "key"}
             if clash:
                 raise UserError(
-                    f"a row of {name} has a field {min(clash)!r}, which the file needs; rename it"
+                    f"a row of {name} has a field {min(clash)!r}, but the file needs that name; "
+                    "rename the field"
                 )
 
             labels = {"of": name}
@@ -156,7 +166,7 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 
 def write_records(path: Path, result: dict[str, Any]) -> None:
-    """Write a result atomically, and create its folder."""
+    """Write a result as JSON lines, atomically, and create its folder."""
     write_text(path, "\n".join(lines_of(result)) + "\n")
 
 
@@ -168,9 +178,11 @@ def write_tables(path: Path, result: dict[str, Any], text: str) -> Path:
 
 
 def read_records(path: Path) -> dict[str, Any]:
-    """Read a result of ``write_records``; float digits and the order of fields may differ.
+    """Read a result that ``write_records`` wrote.
 
-    Raises OSError: the file cannot be read; UserError: a line is not JSON, or not an object.
+    It may differ from the written result in the last digits of floats and the order of fields.
+
+    Raises OSError if the file cannot be read, and UserError if a line is not JSON or not a row.
     """
     result: dict[str, Any] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -198,7 +210,10 @@ def write_results(
     result: dict[str, Any],
     figure: "Figure",
 ) -> None:
-    """Print a title and a table, and write NAME.md, the figures as NAME.json and NAME.png."""
+    """Print a title and a table; write them, the numbers and the picture to a folder.
+
+    The files are NAME.md, NAME.json (``result``) and NAME.png (``figure``).
+    """
     print("\n".join((title, *table)), flush=True)
     paths = [folder / f"{name}.{ending}" for ending in ("json", "md", "png")]
     with replacing(*paths) as (data, text, picture):
@@ -218,12 +233,12 @@ def plain(axes: "Axes") -> None:
 def save(figure: "Figure", path: Path, flag: str) -> None:
     """Write a picture in the format of its file name, and print the path.
 
-    Raises UserError, naming ``flag``: there is no such format.
+    Raises UserError if the ending is not a picture format; the message names ``flag``.
     """
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise UserError(
-            f"{flag} is {path}, whose ending is not a picture format; use one of "
+            f"{flag} is {path}, but its ending is not a picture format; use one of "
             f"{', '.join(formats)}"
         )
 
@@ -233,7 +248,7 @@ def save(figure: "Figure", path: Path, flag: str) -> None:
 
 
 def _rows(value: Any) -> list[tuple[str | None, dict[str, Any]]]:
-    """Return a table's rows with their keys (None in a list), or nothing for any other value."""
+    """Return the (key, row) pairs of a dictionary or list (key None) of rows, else nothing."""
     rows: list[tuple[str | None, Any]] = []
     if isinstance(value, dict):
         rows = list(value.items())

@@ -23,19 +23,22 @@ class Run:
     checkpoint: Path
     iteration: int
     config: "Config"
-    """A language model's configuration, with its vocabulary and the length of its rope."""
+    """Configuration of the language model, with its vocabulary size and rope length filled in."""
     tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
     trained_length: int | None
-    """Length of a training sequence in tokens; for an import, the length in its files, if any."""
+    """Number of tokens of a training sequence.
+
+    For an imported model it is the maximum length in its config.json, or None if there is none.
+    """
     imported: bool
     """True if the model was imported from Hugging Face and no run has trained it."""
     chat: "Mapping[str, Any] | None" = None
     """Chat template and turn-end tokens of the conversations that the model was trained on."""
 
     def add_bos_token(self, requested: "AddBos | None" = None) -> "AddBos":
-        """Return whether texts begin with the begin token.
+        """Return the setting that decides whether texts begin with the begin token.
 
-        By default texts begin as the documents did that the run was trained on.
+        By default (None), texts begin like the documents that the run was trained on.
         """
         from data.text.begins import recorded_begin
         from data.text.config import blend
@@ -57,12 +60,15 @@ class Run:
         return "auto"
 
     def begin(self, requested: "AddBos | None" = None) -> tuple[int, ...]:
-        """Return the tokens before a text."""
+        """Return the token ids to put before a text: the begin token, or none."""
         return self.tokenizer.begin(self.add_bos_token(requested))
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text: of documents, of turns, and those in an import's files."""
+        """Token ids that end a generated text.
+
+        They end documents or the turns of conversations, or an imported model's files list them.
+        """
         from model.hf.chat import generation_ends
         from train.run import HF_FOLDER
 
@@ -73,11 +79,11 @@ class Run:
         return tuple(dict.fromkeys(ends))
 
     def template(self, file: str | None = None) -> "ChatTemplate":
-        """Return the chat template.
+        """Return the chat template to format conversations with.
 
         It is the given file or name, else that of the run's conversations, else the tokenizer's.
 
-        Raises DataError: there is no template, or it is invalid.
+        Raises DataError if there is no template, or if it is invalid.
         """
         from data.chat.template import load_template, recorded_template
 
@@ -91,13 +97,13 @@ class Run:
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the checkpoint and of the mesh."""
+    """Add the flags that choose the checkpoint and the mesh."""
     add = parser.add_argument_group("checkpoint and mesh").add_argument
     add(
         "--ckpt-step",
         type=int,
         metavar="N",
-        help="iteration (default: the newest whole checkpoint)",
+        help="iteration to load (default: the newest whole checkpoint)",
     )
     for name, shared in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
         add(
@@ -105,14 +111,14 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
             type=positive,
             default=1,
             metavar="N",
-            help=f"processes that share {shared} (default: %(default)s)",
+            help=f"number of processes that share {shared} (default: %(default)s)",
         )
 
     add(
         "--context-parallel-size",
         type=positive,
         metavar="N",
-        help="processes that share each sequence (default: all others)",
+        help="number of processes that share each sequence (default: all that remain)",
     )
     add(
         "--context-parallel-method",
@@ -122,13 +128,13 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
-    """Add the flag for the tokenizer's begin token before texts."""
+    """Add --add-bos-token; ``texts`` says in its help which texts get the begin token."""
     parser.add_argument(
         "--add-bos-token",
         choices=("auto", "always", "never"),
         help=(
             f"begin {texts} with the begin token "
-            "(default: as the run's documents, or if the tokenizer adds it)"
+            "(default: as in the run's documents, else if the tokenizer adds it by itself)"
         ),
     )
 
@@ -136,7 +142,8 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
 def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
     """Add the flags for scoring a run: lengths, number of samples, the mesh.
 
-    ``groups`` says in the help what that number of samples is for.
+    ``groups`` says in the help of --samples for which groups the number counts, such as "each task
+    and length".
     """
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
@@ -146,10 +153,15 @@ def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
         nargs="+",
         required=True,
         metavar="N",
-        help="tokens of prompt and answer",
+        help="lengths to test: numbers of tokens of prompt and answer together",
     )
-    add("--samples", type=positive, default=20, help=f"samples for {groups} (default: %(default)s)")
-    add("--batch-size", type=positive, default=1, help="samples at once (default: %(default)s)")
+    add(
+        "--samples",
+        type=positive,
+        default=20,
+        help=f"number of samples for {groups} (default: %(default)s)",
+    )
+    add("--batch-size", type=positive, default=1, help="samples per batch (default: %(default)s)")
     add("--save", type=Path, metavar="DIR", help="folder to write to (default: RUN/evaluation)")
     add_mesh(parser)
 
@@ -157,7 +169,7 @@ def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
 def open_run(folder: Path, step: int | None = None) -> Run:
     """Open a run of a language model at its newest whole checkpoint, or at iteration ``step``.
 
-    Raises UserError: there is no run or checkpoint, or its tokenizer is missing or has changed.
+    Raises UserError if there is no run or checkpoint, or its tokenizer is missing or has changed.
     """
     from data.text.record import CHAT
     from data.tokenizer import load_tokenizer
@@ -171,7 +183,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     config = _load_text_config(folder, toml)
     path = str(config.data.tokenizer_model)
     moved = folder / HF_FOLDER / Path(path).name
-    if not Path(path).exists() and moved.is_file():  # the folder of an import was moved
+    if not Path(path).exists() and moved.is_file():  # an imported run's folder was moved
         path = str(moved)
         config = config.updated(tokenizer_model=path)
 
@@ -182,7 +194,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
 
     config = config_as_trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
     imported = IMPORTED in manifest.extra
-    if imported:  # the config.toml of an import has a default sequence length
+    if imported:  # seq_length in an imported run's config.toml is only a default
         lengths = [config.model.max_position_embeddings or 0]
         if config.model.rope is not None:
             lengths.append(config.model.rope.scaled_length)
@@ -203,27 +215,28 @@ def open_run(folder: Path, step: int | None = None) -> Run:
 
 
 def _load_text_config(folder: Path, toml: Path) -> "Config":
-    """Load the configuration of a run on text.
+    """Load the configuration of a run that was trained on text.
 
-    Raises ConfigError: the run is not on text, or has no tokenizer.
+    Raises ConfigError if it was trained on latents or random tokens, or has no tokenizer.
     """
     from train.config.flags import ConfigError
     from train.config.language import load_config
+    from train.config.suggest import belongs_to
 
     try:
         config = load_config(toml)
     except ConfigError as error:
-        if "that is for pretrain_dit.py" not in str(error):
+        if belongs_to("pretrain_dit.py") not in str(error):
             raise
         raise ConfigError(
             f"{folder} is a run of a diffusion transformer, which does not generate text; "
-            f"python -m tools.sample_dit --load {folder} draws its pictures"
+            f"to draw its pictures, use python -m tools.sample_dit --load {folder}"
         ) from error
 
     if config.data.mock_data:
         raise ConfigError(
-            f"{toml}: mock_data is set: the run was trained on random tokens and has no tokenizer; "
-            "name a run that was trained with --data-path and --tokenizer-model "
+            f"{toml}: mock_data is set, so the run was trained on random tokens and has no "
+            "tokenizer; name a run that was trained with --data-path and --tokenizer-model "
             "(python -m tools.prepare_data writes both)"
         )
 
@@ -251,7 +264,10 @@ def _check_tokenizer(path: str, checkpoint: Path, extra: "Mapping[str, Any]", to
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the mesh of ``add_mesh``'s arguments; cp is by default all remaining processes."""
+    """Return the configuration fields that the flags of ``add_mesh`` set.
+
+    By default, context parallelism gets all processes that the other sizes leave.
+    """
     from runtime.processes import launched_world_size
 
     tp = args.tensor_model_parallel_size

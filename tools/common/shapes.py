@@ -13,15 +13,15 @@ from runtime.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T
-# again, dO V^T, dV, dQ and dK backward.
+# Matmuls of each head; each costs 2 D operations per (query, key) pair. Forward: Q K^T and P V.
+# Backward: Q K^T again, dO V^T, dV, dQ and dK.
 FORWARD_PRODUCTS = 2
 BACKWARD_PRODUCTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One causal self-attention."""
+    """Shape of one causal self-attention."""
 
     seq_length: int = 8192
     batch: int = 1
@@ -37,20 +37,21 @@ class AttentionShape:
 
         if self.num_heads % self.kv_heads:
             raise UserError(
-                f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}"
+                f"kv_heads is {self.kv_heads}; it must divide num_heads {self.num_heads}"
             )
         if self.dtype not in DTYPES:
             raise UserError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs."""
+        """Number of unmasked (query, key) pairs."""
         return self.seq_length * (self.seq_length + 1) // 2
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:
-        """Count the floating-point operations of the matrix products for a number of pairs.
+        """Return the floating-point operations of attention's matmuls for a number of pairs.
 
-        A multiply-add counts as two.
+        ``products`` is the number of matmuls, by default those of the forward and backward pass. A
+        multiply-add counts as two operations.
         """
         return 2 * products * pairs * self.batch * self.num_heads * self.head_dim
 

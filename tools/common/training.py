@@ -1,4 +1,4 @@
-"""Run and time trainers with records in memory, and a few iterations of many configurations."""
+"""Run trainers that keep records in memory, and time a few iterations of configurations."""
 
 import gc
 import logging
@@ -53,13 +53,13 @@ class Records(RunLog):
 
 @contextmanager
 def trainer_of(task: type[Task[Any]], flags: Sequence[str], log: RunLog) -> Iterator[Trainer]:
-    """Yield the trainer of a task with these flags, and with ``log`` on the first rank.
+    """Yield a trainer of a task, configured by flags; the first rank writes to ``log``.
 
-    Progress lines are discarded; the mesh lasts as long as the context. Collective.
+    Progress lines are discarded, and the mesh exists until the context ends. Collective.
     """
-    # Hide the warning that gathering is slow.
+    # Hide torch's warning that gathering is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    # Harmless here, because nothing writes to the views.
+    # The warning does not matter here, because nothing writes to the views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
     def open_memory_log(*args: Any) -> RunLog | None:
@@ -79,7 +79,7 @@ def build_trainer(
 ) -> Trainer:
     """Build and load everything for training a validated configuration on a mesh; collective.
 
-    The mesh exists already, so that ``allow_resize`` is switched off. Other arguments are those of
+    The mesh exists already, so ``allow_resize`` is switched off. Other arguments are those of
     ``Trainer``.
     """
     task = task_of(config)
@@ -97,7 +97,7 @@ def measure(
     """Return each configuration's median seconds per iteration, after one warm-up. Collective.
 
     Args:
-        iterations: iterations to time of each; all configurations begin with the same seed.
+        iterations: number of timed iterations per configuration; all have the same seed.
         peak_flops: FLOP/s that MFU is relative to; by default a process's peak.
     """
     seconds = []
@@ -119,7 +119,7 @@ def measure(
 
 
 def _shortened(config: Config, iterations: int) -> Config:
-    """Return a run of a few iterations that saves nothing, with the whole run's learning rates."""
+    """Return a run of a few iterations that saves nothing; its learning rates stay the same."""
     decay = max(config.optimizer.lr_decay_iters or config.train.train_iters, iterations)
     return replace(config, checkpoint=CheckpointConfig()).updated(
         train_iters=iterations,
@@ -142,7 +142,7 @@ def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
     with distributed_mesh(config.mesh) as mesh, output:
         trainer = build_trainer(config, mesh, peak_flops)
         trainer.train()
-        log: Any = trainer.log  # of the first rank
+        log: Any = trainer.log  # only the first rank has one
 
         def median_seconds() -> float:
             times = [record["iteration_time_ms"] for record in log.records[1:]]
@@ -155,11 +155,11 @@ def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
 def released_groups(number: int) -> Iterator[None]:
     """Destroy the process groups that the body created, in order of creation; collective.
 
-    torch names a group by its ranks and the number of groups, so a later group may get a destroyed
-    one's name and find its dead addresses in the store: each ``number`` has its own part of the
-    store.
+    torch names a group by its ranks and the number of groups, so a later group may get the name of
+    a destroyed group and find that group's dead addresses in the store. Therefore each ``number``
+    has its own part of the store.
     """
-    # Private: a torch without it fails only here.
+    # A private function, imported here so that a torch without it fails only here.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     groups = dist.distributed_c10d._world.pg_map
@@ -174,4 +174,5 @@ def released_groups(number: int) -> Iterator[None]:
     for group in created:
         dist.destroy_process_group(group)
 
-    _clear_sharding_prop_cache()  # its meshes hold these groups and compare equal to later ones
+    # Cached meshes hold these groups, and would compare equal to later meshes.
+    _clear_sharding_prop_cache()

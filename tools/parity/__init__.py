@@ -1,1 +1,1 @@
-"""Proof, on a small run of the same kind, that a mesh equals one process."""
+"""Check, on a small run of the same kind, that a mesh computes the same as one process."""

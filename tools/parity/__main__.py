@@ -1,4 +1,4 @@
-"""Check that your run, shrunk to this machine, equals one process on its mesh.
+"""Check that your run, shrunk, computes the same on its mesh as in one process.
 
 python -m tools.parity llama_tiny
 python -m tools.parity runs/mine/config.toml --context-parallel-method ulysses \\
@@ -7,13 +7,14 @@ python -m tools.parity llama3_8b --pipeline-model-parallel-size 2 --global-batch
     --world-size 64
 
 RUN is the name of a model of configs/models, a configuration's file, or a run's folder, and
---config may name it as in training; flags override it. The run gets the fewest layers of every
-kind, narrow heads, a short sequence and at most 8 processes; a dimension of the mesh above 1 stays
-above 1 if there is room. It takes two steps on a few samples of its own data (made-up ones if there
-are none yet) in float32 on the CPU, and so does one process with plain attention. These are
-compared in the order of a step: initial weights, the batch, the output of every module, the loss,
-every gradient, their norm, the second step and the validation. The first difference is named, with
-its size, and the status is 1. It takes from seconds to a few minutes.
+--config may name it as in training; flags override it. The run gets the fewest layers that include
+every kind, narrow heads, a short sequence and at most 8 processes; a dimension of the mesh above 1
+stays above 1 if 8 processes allow it. The run takes two steps on a few samples of its own data
+(made-up ones if there are none yet) in float32 on the CPU, and so does one process with plain
+attention. The two are compared in the order of a step: initial weights, the batch, the output of
+every module, the loss, every gradient, their norm, the second step and the validation. The first
+difference is printed, with its size, and the exit status is 1. The command takes from seconds to a
+few minutes.
 """
 
 import sys
@@ -27,18 +28,22 @@ from train.run import exit_status
 
 
 def configured(path: Path, flags: list[str]) -> CommonConfig:
-    """Read a configuration of either entry, or a run's, and override it by flags.
+    """Read a configuration for pretrain_gpt.py or pretrain_dit.py, and override it by flags.
 
-    Raises UserError: the file cannot be read, or a flag does not suit it.
+    ``path`` is its file, or a run's folder.
+
+    Raises UserError if the file cannot be read, or if a flag does not suit it.
     """
     file = path / "config.toml" if path.is_dir() else path
     return parsed(["--config", str(file), *flags])
 
 
 def parity(argv: list[str]) -> None:
-    """Compare and print; exit with status 1 if anything differs.
+    """Compare the run on its mesh with one process, and print the result.
 
-    Raises UserError: the run cannot be shrunk or started.
+    The exit status is 1 if anything differs.
+
+    Raises UserError if the run cannot be shrunk or started.
     """
     parser = parser_for("python -m tools.parity", __doc__)
     parser.add_argument(
@@ -51,7 +56,7 @@ def parity(argv: list[str]) -> None:
         "--world-size",
         type=positive,
         metavar="N",
-        help="processes of the run (default: dp 2, if it fits)",
+        help="number of processes of the run (default: for 2 data-parallel ranks if possible)",
     )
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
     args, flags = parser.parse_known_args(words)

@@ -1,9 +1,9 @@
-"""Outputs of modules and their gradients in one step: recorded on any mesh, compared in order.
+"""Record modules' outputs and gradients in one step on any mesh, and compare them in order.
 
 A piece is the part of a micro-batch that one rank has: the numbers of its tokens [B, T] among all
-tokens of the step (sample x length + position, -1 for padding), and values [B, T, C] or, under
-tensor parallelism, some of the tokens or channels. Nothing is gathered on the ranks: each piece is
-compared with the values that one process has for the same tokens.
+tokens of the step (sample x length + position, -1 for padding), and the values there [B, T, C] or,
+with tensor parallelism, those of a part of the tokens or channels. Nothing is gathered on the
+ranks: each piece is compared with the values that one process has for the same tokens.
 """
 
 import re
@@ -27,25 +27,35 @@ WATCHED = re.compile(
 GRADIENT = "gradient of "
 BATCH = "batch: "
 SHARED_HEADS = (".wk", ".wv", ".k_norm")
-"""Modules of key heads, which ranks of tensor parallelism may share."""
+"""Endings of the names of modules that compute key heads.
+
+Tensor-parallel ranks may share a key head; each then has only a part of its gradient.
+"""
 
 
 Piece = tuple[Tensor, Tensor, tuple[int, int]]
-"""Token numbers, their values, and the tensor-parallel rank and size."""
+"""Values of a module on one rank: token numbers, values, tensor-parallel rank and size."""
 
 
 @dataclass
 class Notes:
-    """Pieces of one rank's first step, by module name, in the order in which the modules ran."""
+    """Outputs and gradients of modules that one rank records in its first step.
+
+    ``pieces`` is keyed by module name, in the order in which the modules ran. ``share`` is the
+    tensor-parallel rank and size.
+    """
 
     share: tuple[int, int] = (0, 1)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     on: bool = False
     token_numbers: Tensor | None = None
-    """Token numbers [B, T] of the micro-batch in the forward that runs."""
+    """Token numbers [B, T] of the micro-batch whose forward pass is running."""
 
     def watch(self, parts: Sequence[nn.Module], share: tuple[int, int]) -> None:
-        """Record the outputs of the parts' modules while ``on``, in forwards of ``noted``."""
+        """Add hooks that record the outputs of the parts' modules while ``on``.
+
+        They record only in forward passes of a ``loss_sum`` that ``noted`` has wrapped.
+        """
         self.on = True
         self.share = share
         modules = {name: module for part in parts for name, module in part.named_modules()}
@@ -61,9 +71,9 @@ class Notes:
                 module.register_forward_hook(partial(self._note_output, name))
 
     def noted(self, loss_sum: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return an objective's ``loss_sum`` that records the batch of the first stage.
+        """Wrap an objective's ``loss_sum`` to tell the modules' hooks the token numbers.
 
-        It also sets the micro-batch of the modules' hooks.
+        On the first pipeline stage it also records the batch.
         """
 
         def noting(objective: Objective, model: Any, local: Batch) -> Tensor:
@@ -84,9 +94,9 @@ class Notes:
         self._note(name, output)
 
     def _note(self, name: str, values: Any) -> None:
-        """Record values, and their gradient when the backward computes it."""
+        """Record values, and their gradient when the backward pass computes it."""
         numbers = self.token_numbers
-        is_recompute = torch._C._current_graph_task_id() != -1  # a forward inside the backward
+        is_recompute = torch._C._current_graph_task_id() != -1  # forward within a backward pass
         if numbers is None or not self.on or is_recompute:
             return
         self._add(name, numbers, values)
@@ -98,10 +108,10 @@ class Notes:
             placement.is_partial() for placement in values.placements
         )
         if is_partial:
-            return  # the sum is another module's result
+            return  # another module has the whole sum
 
         values = to_local(values).detach().clone()
-        if values.ndim == 2 and values.is_floating_point():  # of positions: the same in all samples
+        if values.ndim == 2 and values.is_floating_point():  # [T, C], equal in all samples
             values = values.expand(len(numbers), *values.shape)
         self.pieces.setdefault(name, []).append((numbers, values, self.share))
 
@@ -109,11 +119,11 @@ class Notes:
 def furthest_of_modules(
     got: list[dict[str, list[Piece]]], want: dict[str, list[Piece]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield each tensor's name, largest difference on any rank, and largest value.
+    """Yield the name, largest difference on any rank, and largest value of each recorded tensor.
 
     Outputs come first, then gradients, each in the order of the step. If the ranks read other
-    samples than one process, only that is yielded. The difference is infinite for NaN, and if no
-    rank has a token.
+    samples than one process, the only item says so. The difference is infinite for NaN, and if a
+    token of an output is on no rank.
 
     Args:
         got: the pieces of every rank of the mesh.
@@ -141,7 +151,7 @@ def furthest_of_modules(
 
 
 def _whole(pieces: list[Piece]) -> Tensor:
-    """Return one process's values by token number: float64 [tokens, C]."""
+    """Return the values of one process in a tensor indexed by token number: float64 [tokens, C]."""
     all_numbers = []
     all_rows = []
     for piece_numbers, values, _ in pieces:
@@ -169,10 +179,10 @@ def _token_set(name: str, ranks: list[dict[str, list[Piece]]]) -> set[int]:
 def _distance(
     name: str, numbers: Tensor, values: Tensor, share: tuple[int, int], whole: Tensor
 ) -> float:
-    """Return the largest difference of a piece from one process, without padding.
+    """Return the largest difference of a piece from one process's values, without padding.
 
-    A gradient of key heads that ranks of tensor parallelism share is left out too: each rank has
-    its own part of the sum.
+    It is 0 for the gradient of key heads that tensor-parallel ranks share, since each rank has only
+    a part of the sum.
     """
     rank, ranks = share
     if values.shape[1] != numbers.shape[1]:  # sequence parallelism: a share of the tokens
@@ -183,7 +193,7 @@ def _distance(
     if not valid.any():
         return 0.0
 
-    shards = whole.shape[1] // values.shape[1]  # fewer than ranks if these share key heads
+    shards = whole.shape[1] // values.shape[1]  # fewer than ranks if ranks share key heads
     if shards < ranks and name.startswith(GRADIENT) and name.endswith(SHARED_HEADS):
         return 0.0
 

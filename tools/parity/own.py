@@ -1,4 +1,4 @@
-"""A shrunk run on its mesh against one process: everything compared in the order of a step."""
+"""Compare a shrunk run on its mesh with one process, in the order of a step."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,31 +18,35 @@ from train.config.flags import write_toml
 from train.tasks.registry import task_of
 
 LOSS = 2e-6
-"""Bound on the difference of losses."""
+"""Relative bound on the difference of losses."""
 NORM = 1e-6
-"""Relative bound on the gradient norm."""
+"""Relative bound on the difference of gradient norms."""
 MODULES = 1e-4
-"""Bound on outputs of modules and their gradients; rounding makes some differ by 1e-6."""
+"""Relative bound for modules' outputs and their gradients; rounding makes some differ by 1e-6."""
 PARAMETERS = 2e-5
-"""Bound on gradients of parameters."""
+"""Relative bound for gradients of parameters."""
 TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class MergedRun:
-    """A finished run, merged from its ranks."""
+    """Results of a finished run, merged from those of its ranks; see ``RankResult``."""
 
     records: list[dict[str, Any]]
     tensors: dict[str, dict[str, torch.Tensor]]
     memory_mb: float
     copies_differ: tuple[str, ...]
-    """Tensors of which two ranks hold different copies."""
+    """Names of the tensors whose copies differ between ranks."""
     pieces: list[dict[str, list[Piece]]]
-    """Pieces of each rank's modules."""
+    """Outputs and gradients of the modules, by rank and then by module name; see ``Piece``."""
 
 
 class Difference(NamedTuple):
-    """A difference from one process, the largest value there, and the relative bound."""
+    """A comparison of values on the mesh with those of one process.
+
+    ``what`` names the values and ``size`` is their largest difference. ``largest`` is its scale, as
+    a rule the largest value in one process; ``bound`` is the maximum of ``size / largest``.
+    """
 
     what: str
     size: float
@@ -51,7 +55,7 @@ class Difference(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """True if the bound holds; it does not for NaN."""
+        """True if the difference is within the bound; False for NaN."""
         return self.size <= self.bound * self.largest
 
     def __str__(self) -> str:
@@ -103,15 +107,15 @@ def compared(
     sabotage: Callable[[], None] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Difference]:
-    """Train a shrunk run on its mesh and in one process; return all differences in order.
+    """Train a shrunk run on its mesh and in one process; return all comparisons in order.
 
     Args:
-        world_size: processes of the run before it is shrunk.
-        sabotage: breaks something in each process of the mesh.
-        say: receives progress text.
+        world_size: number of processes of the run before it is shrunk.
+        sabotage: called in each process of the mesh to break something, to test the comparison.
+        say: called with each line of progress.
 
-    Raises UserError: the run cannot be shrunk, or its data cannot be read; RuntimeError: a process
-    failed, with its traceback.
+    Raises UserError if the run cannot be shrunk or its data cannot be read, and RuntimeError, with
+    the traceback, if a process failed.
     """
     small, alone, ranks = shrunk(requested, world_size)
     shape = small.model
@@ -147,7 +151,10 @@ def compared(
 
 
 def report(differences: list[Difference]) -> str:
-    """Name the first differences, or the one nearest to its bound if all are within."""
+    """Return a text that names the first comparisons out of bounds.
+
+    If all are within their bounds, it names the one that is nearest to its bound.
+    """
     wrong = [str(difference) for difference in differences if not difference.within]
     if wrong:
         first = "\n  then: ".join(wrong[:5])
@@ -209,7 +216,8 @@ def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
 
     yield of_step(0, "grad_norm", NORM)
 
-    # From here on the bounds are wider: Adam has divided by the roots of tiny gradients.
+    # From here on the bounds are wider: Adam has divided tiny gradients by their own size, which
+    # enlarges their rounding errors.
     yield of_step(1, loss, 10 * LOSS)
     yield of_step(1, "grad_norm", 100 * NORM)
     yield of_step(1, "validation_loss", 10 * LOSS)

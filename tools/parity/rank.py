@@ -1,4 +1,4 @@
-"""One process of a comparison: its samples, its training as by an entry script, its results."""
+"""Run one process of a comparison: its samples, its training, and its results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ Sample = dict[str, Tensor]
 
 
 class OwnSamples(list[Sample]):
-    """A data set of samples in memory."""
+    """A data set of samples that are in memory."""
 
     fill = 1.0
 
@@ -45,16 +45,16 @@ class OwnSamples(list[Sample]):
 def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     """Return ``number`` samples for the shrunken run, and their origin.
 
-    Of a text every k-th token is taken, with its label and its loss; a document begins there if one
-    began since the token before. Of latents a corner is taken. Token ids and classes are taken
-    modulo the small vocabulary and number of classes. Some tokens carry no loss, so that ranks hold
-    unequal numbers of valid tokens.
+    From a text, every k-th token is taken, with its label and loss mask; a taken token begins a
+    document if it or one of the tokens skipped after it did. From latents, a corner is taken. Token
+    ids and classes are taken modulo the small vocabulary and number of classes. Some tokens carry
+    no loss, so that ranks have different numbers of tokens with loss.
 
     Args:
         requested: the run before it was shrunk.
         small: the shrunken run.
 
-    Raises DataError: the data cannot be read.
+    Raises DataError if the data cannot be read.
     """
     run_samples: Any = _run_samples(requested)
     samples = []
@@ -65,7 +65,7 @@ def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], s
             samples.append(_shrunk_sample(small, whole, index))
 
     if run_samples is None:
-        return samples, "made-up samples, as there are no data yet"
+        return samples, "made-up samples, since there are no data yet"
 
     return samples, " ".join(requested.data.data_path)
 
@@ -102,9 +102,10 @@ def _(requested: DiTRunConfig) -> Any:
 def _shrunk_sample(small: Any, whole: Sample | None, number: int) -> Sample:
     """Return a sample for the shrunken run, cut from ``whole`` or made up.
 
-    It numbers its tokens or itself, so that outputs of ranks are matched with one process's.
+    The sample has a number, or a number for each token, by which outputs of ranks are matched with
+    those of one process.
     """
-    raise TypeError(f"no samples of {type(small)}")
+    raise TypeError(f"_shrunk_sample does not support {type(small)}; register a function for it")
 
 
 @_shrunk_sample.register
@@ -137,7 +138,7 @@ def _text(small: Config, whole: Sample | None, number: int) -> Sample:
 
 @_shrunk_sample.register
 def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
-    """Return a sample of latent_shape, with its number; every fourth has none, as padding has."""
+    """Return a sample of latent_shape, with its number; every fourth gets -1, like padding."""
     shape = small.model.latent_shape
     if whole is None:
         whole = {"latents": torch.randn(shape), "labels": torch.tensor(number)}
@@ -150,10 +151,10 @@ def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
 
 
 def feed(path: Path, notes: Notes) -> None:
-    """Replace the data of this process's entries by the samples of a file, and note outputs.
+    """Patch this process to train on the samples of a file and to record modules' outputs.
 
-    The last third of the samples is for validation. This patches the tasks and the objectives of
-    the process, which does nothing else afterwards.
+    The last third of the samples is for validation. The patches of the tasks and objectives stay,
+    since the process does nothing else afterwards.
     """
     train: Any = OwnSamples(torch.load(path))
     valid = train[len(train) * 2 // 3 :]
@@ -166,7 +167,7 @@ def feed(path: Path, notes: Notes) -> None:
     text.load_tokenizer = staticmethod(lambda _: SimpleNamespace(vocab_size=1))
     for task in (text, latents):
         task.load_data = load_data
-        task.validate = staticmethod(lambda *_: None)  # done as the run was shrunk
+        task.validate = staticmethod(lambda *_: None)  # the run was validated when it was shrunk
 
     Config.contents = DiTRunConfig.contents = CommonConfig.contents  # type: ignore[method-assign]
 
@@ -177,11 +178,11 @@ def feed(path: Path, notes: Notes) -> None:
 
 
 def _number_patches() -> None:
-    """Let the denoising objective number the patches of a micro-batch, as texts' tokens are."""
+    """Let the denoising objective number the patches of a micro-batch like tokens of text."""
     local = Denoising.local
 
     def numbered(self: Denoising, batch: Batch) -> Batch:
-        """Add the numbers of patches; those of joined samples lie in one row."""
+        """Add the numbers of patches; for samples packed into one sequence, in one row."""
         patches = self._model.num_patches
         joined = self._sample_index is not None
         numbers = batch["sample"][:, None] * patches + torch.arange(patches)
@@ -195,10 +196,10 @@ def _number_patches() -> None:
 
 @dataclass
 class RankResult:
-    """A rank's results: its records, and whole tensors by name and moment of the run.
+    """A rank's results: its records, and whole tensors by moment of the run and then by name.
 
-    The first rank of each pipeline stage sends the tensors, every rank their digests, which must be
-    equal.
+    The first rank of each pipeline stage sends the tensors. Every rank sends their digests, which
+    must be equal on all ranks that have a copy.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -206,10 +207,13 @@ class RankResult:
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
     memory_mb: float = 0.0
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    """Pieces of each module in the first step, if a run's own samples are trained on."""
+    """Outputs and gradients of the first step, keyed by module; empty without a file of samples."""
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
-        """Store tensors, gathering DTensors whole: collective over their meshes."""
+        """Store a moment's digests and, with ``send``, its tensors.
+
+        DTensors are gathered whole, so this is collective over their meshes.
+        """
         whole = {}
         for name, value in values.items():
             tensor = value.full_tensor() if isinstance(value, DTensor) else value
@@ -232,16 +236,16 @@ def train(
     samples: Path | None = None,
     wrap: Callable[[Samples], Samples] = lambda data: data,
 ) -> RankResult:
-    """Train on the joined processes and return this rank's results.
+    """Train on this rank and all others, and return this rank's results. Collective.
 
     Args:
-        sabotage: breaks something first, to show that the comparison finds it.
-        samples: a file of ``samples_of`` to train on in place of the data; outputs of modules are
-            recorded then.
-        wrap: replaces the data set, without ``samples``.
+        sabotage: called first to break something, to show that the comparison finds it.
+        samples: a file with samples of ``samples_of`` to train on in place of the run's data;
+            outputs of modules are then recorded.
+        wrap: returns the data set to train on, given the run's; not called with ``samples``.
     """
     if task is DiffusionTask or samples is not None:
-        # Modulations, adapters and biases begin at zero, where many a wrong gradient is right.
+        # Modulations, adapters and biases begin at zero, which would hide many wrong gradients.
         module: Any = tasks.task
         module.initial_weight = _nonzero(initial_weight)
     if sabotage is not None:
@@ -270,7 +274,7 @@ def train(
 
 
 def _nonzero(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an initializer with small random numbers for parameters that begin at zero."""
+    """Wrap an initializer: parameters that begin at zero get small random numbers instead."""
 
     def value_of(
         config: Any, name: str, shape: Sequence[int], seed: int, part: Part = ()
@@ -284,7 +288,7 @@ def _nonzero(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return this rank's parameters by name, both copies of a tied one if it holds both stages."""
+    """Return this rank's parameters, keyed by name; of a tied one both copies, if present."""
     parameters = {}
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():
@@ -293,7 +297,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the weights and their optimizer state by name."""
+    """Return this rank's weights, keyed by name, and their optimizer state (``name/key``)."""
     tensors = weights(trainer)
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():
@@ -303,9 +307,9 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _watch(trainer: Trainer, result: RankResult, send: bool, notes: Notes) -> None:
-    """Store the first step's gradients before clipping, and the tensors of the first checkpoint.
+    """Patch training to store the first step's gradients and the first checkpoint's tensors.
 
-    The notes on modules end with the gradients.
+    Gradients are stored before they are clipped; from then on no module is recorded.
     """
     clip = gradients.clip_gradients
     save = saving.save_checkpoint

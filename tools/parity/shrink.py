@@ -1,4 +1,4 @@
-"""Shrink a run in width but not in kind, for a mesh and for one process."""
+"""Shrink a run to few and narrow layers of every kind, for a small mesh and one process."""
 
 import math
 from functools import singledispatch
@@ -21,15 +21,15 @@ COPIES = "num_distributed_optimizer_instances"
 MAX_PROCESSES = 8
 HEAD_DIM = 16
 VOCABULARY = 499
-"""Entries of the small vocabulary: odd, so that its shards are uneven."""
+"""Number of entries of the small vocabulary: odd, so that its shards are uneven."""
 TOKENS_PER_RANK = 64
-"""Number of tokens per context-parallel rank."""
+"""Number of tokens of the short sequence for each context-parallel rank."""
 NUM_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of key heads to try."""
+"""Numbers of key heads to try; the small model gets the first that its checks accept."""
 NOT_COMPUTED = ("checkpoint", "logging", "profiling", "dry", "health")
-"""Sections about the files and the output of a run, not about its numbers."""
+"""Configuration sections about a run's files and output; the small run takes their defaults."""
 SHARED = ("mesh", "pipeline", "data_parallel", "context", "recompute", "hybrid")
-"""Sections whose defaults the one process takes."""
+"""Configuration sections about parallelism and memory; one process takes their defaults."""
 Values = dict[str, Any]
 
 
@@ -39,18 +39,19 @@ def shrunk(
     """Shrink a run to at most 8 processes, two iterations and heads of 16 channels.
 
     It runs in float32 on the CPU. Its layers are the fewest that have every kind of layer and
-    stage. Ratios stay: of query to key heads, of windows, chunks and scaled rope to the sequence,
-    and divisibility. A dimension that has no room beside others is 1.
+    stage. The ratios of query to key heads and of windows, chunks and scaled rope to the sequence
+    stay; a length that ranks do not divide stays indivisible. A mesh dimension becomes 1 if 8
+    processes are too few for it.
 
     Args:
-        world_size: processes of the run; by default those of its mesh, and 2 data-parallel ranks
-            if there is room.
+        world_size: number of processes of the run; by default enough for its mesh with 2
+            data-parallel ranks, if these fit.
 
     Returns:
-        The small run; the same in one process, by the plainest attention, one sample at a time; the
-        processes.
+        The small run; the same run in one process, with the plainest attention and one sample at a
+        time; the number of processes of the small run.
 
-    Raises UserError: no sizes keep every kind.
+    Raises UserError if ``world_size`` does not suit the mesh, or if no sizes keep every kind.
     """
     sections = {name: field.section for name, field in config_fields(requested).items()}
     old = {name: getattr(getattr(requested, section), name) for name, section in sections.items()}
@@ -67,7 +68,7 @@ def shrunk(
 
 
 def _one_process(config: CommonConfig, new: Values, sections: dict[str, str]) -> CommonConfig:
-    """Return a small run for one process, by the plainest attention."""
+    """Return the small run for one process, with the plainest attention."""
     values = {}
     for name in new:
         if sections[name] not in SHARED:
@@ -90,15 +91,15 @@ def _built(like: CommonConfig, values: Values) -> CommonConfig:
 
 
 def _mesh(old: Values, new: Values, world_size: int | None) -> int:
-    """Set the mesh's sizes; return the processes."""
+    """Set the sizes of the small mesh; return its number of processes."""
     pp, cp, tp = (old[name] for name in SIZES)
     model_size = pp * cp * tp
     processes = 2 * model_size if world_size is None else world_size
     dp, rest = divmod(processes, model_size)
     if rest or dp < 1:
         raise UserError(
-            f"world_size is {world_size}, and the mesh takes multiples of {model_size}; "
-            "give one of them"
+            f"world_size is {world_size}, but the mesh needs a multiple of {model_size}; "
+            "give such a --world-size"
         )
 
     if world_size is None and old["global_batch_size"]:
@@ -132,7 +133,8 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
 def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
     """Choose the method's options and the fewest ranks that exercise every kind of round.
 
-    If 4 ranks fit into the room, they are taken where fewer would do.
+    At least 4 ranks are used, even if fewer would do, if the run has that many and ``room`` (the
+    maximum) allows it; a run with 3 keeps 3.
     """
     degree = old["ulysses_degree"]
     team = min(old["context_parallel_team_size"], 2)
@@ -159,16 +161,18 @@ def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
 
 @singledispatch
 def _shrink_samples(requested: CommonConfig, old: Values, new: Values) -> int:
-    """Shrink the samples and the settings in their units; return the tokens of one."""
-    raise TypeError(f"no small samples of {type(requested)}")
+    """Shrink the samples and the settings that depend on them; return the tokens per sample."""
+    raise TypeError(
+        f"_shrink_samples does not support {type(requested)}; register a function for it"
+    )
 
 
 @_shrink_samples.register
 def _shrink_text(requested: Config, old: Values, new: Values) -> int:
-    """Shrink the sequence, positions, windows, vocabulary and adapters. Return the tokens."""
+    """Shrink sequence, positions, windows, vocabulary and adapters; return the short length."""
     length = old["seq_length"]
     short = TOKENS_PER_RANK * max(new[CP], 2)
-    if length % (2 * old[CP] * old[TP]):  # ranks do not divide the length, nor the short one
+    if length % (2 * old[CP] * old[TP]):  # ranks must not divide the short length either
         short -= 5
     short = min(length, short)
 
@@ -192,7 +196,7 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
 
     new["seq_length"] = short
     new["vocab_size"] = min(old["vocab_size"] or VOCABULARY, VOCABULARY)
-    # Ranks get samples, not files.
+    # The ranks are given samples and read no files, but the configuration must name some.
     new["data_path"] = ("own",)
     new["tokenizer_model"] = "own"
     new["mock_data"] = False
@@ -202,7 +206,7 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
 
 @_shrink_samples.register
 def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
-    """Shrink the latents to a few patches along each axis, and the classes. Return the patches."""
+    """Shrink the classes, and latents to a few patches per axis; return the number of patches."""
     grid = [*requested.model.patch_grid]  # [time,] height, width
     if not requested.model.video:
         grid = grid[1:]
@@ -237,7 +241,7 @@ def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:
     new["num_virtual_stages_per_pipeline_rank"] = virtual
     stages = pp * virtual
 
-    period = 1  # layers after which softmax and linear attention repeat
+    period = 1  # number of layers after which the kinds of attention repeat
     alternating = requested.model.alternating
     if alternating:
         period = 2
@@ -265,9 +269,10 @@ def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:
 
 
 def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None:
-    """Set two iterations of few micro-batches at a constant rate, and a validation.
+    """Shorten the run to two iterations with few micro-batches, and one validation.
 
-    Chunks of tokens shrink by ``rank_ratio``, as the tokens of a rank do.
+    The learning rate is constant. The loss and feed-forward chunk sizes shrink by ``rank_ratio``,
+    like the number of tokens per rank.
     """
     dp = ranks // math.prod(new[name] for name in SIZES)
     micro_batch_size = min(old["micro_batch_size"], 2)
@@ -297,10 +302,10 @@ def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None
 
 
 def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
-    """Return the run with the fewest heads that it accepts.
+    """Return the small run with the fewest heads that its checks accept.
 
-    As before, each key head has its number of query heads, and tensor-parallel ranks share key
-    heads or not.
+    Each key head keeps its number of query heads (at most 8), and tensor-parallel ranks share key
+    heads only if they did before.
     """
     num_groups = requested.model.query_groups
     old_tp = old[TP]
@@ -313,8 +318,8 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             continue
         try:
             config = _built(requested, new | _widths(requested, old, key_heads))
-            # A small run may offload to what the CPU has already, and have adapters beside random
-            # weights.
+            # Hide two settings that are refused in other runs but do no harm in this one: offload
+            # from a CPU to its own memory, and adapters beside random weights.
             task_of(config).validate(config.updated(recompute_offload=False, load="."), ranks)
         except UserError as error:
             refusals.append(error)
@@ -322,13 +327,17 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             return config
 
     raise UserError(
-        "no small model is of this one's kind; change what its smallest one is refused for: "
+        "no small model has all properties of this one; change the setting that the "
+        "smallest was refused for: "
         f"{refusals[0]}"
     )
 
 
 def _widths(requested: CommonConfig, old: Values, key_heads: int) -> Values:
-    """Return the model's widths for a number of key heads, in the ratios of the requested model."""
+    """Return the width settings of a model with ``key_heads`` key heads, keyed by field.
+
+    Their ratios are those of the requested model.
+    """
     shape: Any = requested.model
     heads_per_group = min(shape.num_attention_heads // shape.query_groups, 8)
     num_heads = key_heads * heads_per_group

@@ -9,18 +9,19 @@
     python -m tools.ruler make lines.jsonl --messages --tasks line_retrieval --lengths 1024 \\
         --samples 2000 --questions 8 --vocabulary small --tokenizer-model tokenizer.json
 
-An example fills its length, the tokens kept for the answer included, and depends on task, length,
-seed, number and tokenizer alone. make writes rows as the benchmark's own; with --messages they are
-conversations to train on, drawn from other hashes than score's questions, whatever the seeds.
-`model` and `repeat` are for a tiny model that learns to retrieve in minutes (make ruler, make
-finetune).
+An example fills its length, including the tokens reserved for the answer, and depends only on task,
+length, seed, number and tokenizer. `make` writes rows in the benchmark's format; with --messages it
+writes conversations to train on, which are drawn from other hashes than the questions of `score`,
+whatever the seeds. `model` and `repeat` are for a tiny model that learns to retrieve in minutes
+(make ruler, make finetune).
 
-line_retrieval is a record of named lines and a question for one, at each of --depths from the first
-line (0%) to the last (100%), always by the chat template; an answer counts if it is exact. Of its
-forms, `lines` asks for a value, `needle` hides one sentence among others that say nothing, and
-`repeat`, for --messages, is a record of names to repeat, some with a value, which teaches an
-untrained model to look back. The small vocabulary has 1,664 names and 64 values, for a model that
-`model` writes; the full one is for a real tokenizer.
+line_retrieval is a record of named lines and a question about one of them, which lies at each of
+--depths from the first line (0%) to the last (100%). It always uses the chat template, and an
+answer counts only if it is exact. --form chooses the record: in `lines`, every line has a value;
+`needle` hides one line with a value among filler sentences; `repeat`, only for --messages, has
+names, some with a value, and the answer repeats them, which teaches an untrained model to look
+back. The small vocabulary has 1,664 names and 64 values, for a model that `model` writes; the full
+one is for a real tokenizer.
 """
 
 import argparse
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from tools.ruler.examples import Example
 
 LINE_DEFAULTS = {"depths": 5, "form": "lines", "vocabulary": "full"}
-"""Settings that only line_retrieval has."""
+"""Defaults of the flags that only line_retrieval has, keyed by the flag's name."""
 
 
 @one_line_errors
@@ -60,13 +61,14 @@ def main(argv: list[str]) -> None:
 
         conversations = (repeated(n, args.seed, args.times) for n in range(args.samples))
         write_rows(args.output, ({"messages": turns} for turns in conversations))
-        print(
-            f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again"
-        )
+        print(f"wrote {args.output}: {args.samples:,} conversations of names and numbers to repeat")
 
 
 def make(args: argparse.Namespace) -> None:
-    """Write the examples of the command line. Raises DataError."""
+    """Write the examples that the command line asks for.
+
+    Raises DataError if the file's name does not suit, or for the reasons of ``makers_of``.
+    """
     from data.chat.template import load_template
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError
@@ -74,8 +76,8 @@ def make(args: argparse.Namespace) -> None:
 
     if args.messages and args.output.suffix != ".jsonl":
         raise DataError(
-            f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; "
-            "rename it"
+            f"{args.output} does not end in .jsonl, but tools.prepare_data recognises rows by that "
+            "ending; rename the file"
         )
 
     tokenizer = load_tokenizer(args.tokenizer_model)
@@ -102,13 +104,13 @@ def make(args: argparse.Namespace) -> None:
     write_rows(args.output, rows())
     mean = sum(prompt_lengths) / len(prompt_lengths)
     print(
-        f"wrote {args.output}: {len(prompt_lengths):,} examples, prompts of {mean:,.1f} tokens in "
-        "the mean"
+        f"wrote {args.output}: {len(prompt_lengths):,} examples, prompts of {mean:,.1f} tokens on "
+        "average"
     )
 
 
 def benchmark_row(example: "Example") -> dict[str, Any]:
-    """Return an example with the benchmark's own fields."""
+    """Return an example as a row with the benchmark's own fields."""
     return {
         "index": example.number,
         "task": example.task,
@@ -121,9 +123,9 @@ def benchmark_row(example: "Example") -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all.
+    """Write rows as JSON lines; after an error the file is as it was.
 
-    Raises UserError: the file cannot be written, or as ``rows``.
+    Raises UserError if the file cannot be written, and any error of ``rows``.
     """
     from data.text.indexed import writing
 
@@ -132,7 +134,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line; exit for flags that do not go together."""
+    """Parse the command line; exit with an error if flags do not go together."""
     parser = parser_for("python -m tools.ruler", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     score_help = "score a run by task and length"
@@ -140,7 +142,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     make = commands.add_parser("make", help="write examples", allow_abbrev=False)
     model_help = "write a tiny model of random weights"
     model = commands.add_parser("model", help=model_help, allow_abbrev=False)
-    repeat_help = "write names and numbers to say again"
+    repeat_help = "write names and numbers to repeat"
     repeat = commands.add_parser("repeat", help=repeat_help, allow_abbrev=False)
 
     add_scoring(score, "each task and length")
@@ -156,14 +158,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.command in ("score", "make") and "line_retrieval" not in (args.tasks or ()):
         for name, default in LINE_DEFAULTS.items():
             if getattr(args, name) != default:
-                parser.error(f"--{name} goes with --tasks line_retrieval")
+                parser.error(f"--{name} needs --tasks line_retrieval")
     if args.command == "score":
         args.questions = 1
     if args.command == "make":
         if not args.messages and (args.questions > 1 or args.form == "repeat"):
-            parser.error(
-                "--questions and --form repeat go with --messages: conversations to train on"
-            )
+            parser.error("--questions and --form repeat need --messages: conversations to train on")
         args.chat |= args.messages
 
     return args
@@ -171,34 +171,34 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _add_repeat(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("output", type=Path, metavar="OUT.jsonl", help="a row for each conversation")
-    add("--times", type=positive, default=4, metavar="N", help="how often (default: %(default)s)")
-    add("--samples", type=positive, default=100, help="conversations (default: %(default)s)")
+    add("output", type=Path, metavar="OUT.jsonl", help="file with a row for each conversation")
+    add("--times", type=positive, default=4, metavar="N", help="repeats (default: %(default)s)")
+    add("--samples", type=positive, default=100, help="number of rows (default: %(default)s)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
+    add("folder", type=Path, metavar="DIR", help="folder to create; must not exist")
     add(
         "--task",
         choices=("niah", "line_retrieval"),
         default="niah",
         help=(
-            "whose words its tokenizer has: RULER's needles, or the small vocabulary "
-            "(default: %(default)s)"
+            "task whose words the tokenizer has: RULER's needles, or line_retrieval in the small "
+            "vocabulary (default: %(default)s)"
         ),
     )
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
     add(
         "--model-type",
         metavar="NAME",
-        help="its family, of those in tools/ruler/tiny.toml (default: the first)",
+        help="model family, one of those in tools/ruler/tiny.toml (default: the first)",
     )
 
 
 def _add_make(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
+    add("output", type=Path, metavar="OUT.jsonl", help="file with a row for each example")
     add("--tokenizer-model", required=True, metavar="FILE", help="tokenizer.json or .model")
     add(
         "--lengths",
@@ -206,24 +206,24 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="N",
-        help="tokens of prompt and answer",
+        help="lengths of prompt and answer together, in tokens",
     )
     add(
         "--samples",
         type=positive,
         default=100,
-        help="examples of each task and length (default: %(default)s)",
+        help="number of examples of each task and length (default: %(default)s)",
     )
     add(
         "--messages",
         action="store_true",
-        help="conversations to train on, for tools.prepare_data --chat",
+        help="write conversations to train on, for tools.prepare_data --chat",
     )
     add(
         "--questions",
         type=positive,
         default=1,
-        help="asked of each record of line_retrieval (default: %(default)s)",
+        help="number of questions about each record of line_retrieval (default: %(default)s)",
     )
 
 
@@ -234,34 +234,34 @@ def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
         nargs="+",
         metavar="TASK",
         help=(
-            "line_retrieval, or of RULER; default: all 13 of RULER, "
-            "those of questions with their files"
+            "line_retrieval, or tasks of RULER (default: all 13 of RULER; "
+            "qa_1 and qa_2 only if their files are given)"
         ),
     )
-    add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
+    add("--chat", action="store_true", help="use the chat template (default: base-model prompts)")
     add(
         "--chat-template",
         metavar="FILE",
-        help="default: that of the run's conversations, or the tokenizer's",
+        help="chat template (default: that of the run's conversations, or the tokenizer's)",
     )
     add_begin(parser, "prompts of a base model")
-    add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
+    add("--essays", type=Path, metavar="FILE", help="haystack's text (default: made sentences)")
     add(
         "--qa-1",
         type=Path,
         metavar="FILE",
-        help="SQuAD's JSON, or lines of question, answers, paragraphs",
+        help="SQuAD's JSON, or JSON lines with question, answers and paragraphs",
     )
-    add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")
+    add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or JSON lines as for --qa-1")
 
     add = parser.add_argument_group("line_retrieval").add_argument
     add(
         "--depths",
         type=positive,
         default=LINE_DEFAULTS["depths"],
-        help="places of the asked line (default: %(default)s)",
+        help="number of depths at which the asked line may lie (default: %(default)s)",
     )
-    see = "see above (default: %(default)s)"
+    see = "see the description above (default: %(default)s)"
     add("--form", choices=forms, default=LINE_DEFAULTS["form"], help=see)
     add("--vocabulary", choices=["small", "full"], default=LINE_DEFAULTS["vocabulary"], help=see)
 

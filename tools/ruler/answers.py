@@ -1,4 +1,7 @@
-"""Ask a run the questions, in turns of its replicas, and score each task and length."""
+"""Ask a run's model RULER's questions, and score each task and length.
+
+The model's replicas answer different questions at the same time.
+"""
 
 import argparse
 import time
@@ -28,19 +31,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN_WRONG = 3
-"""Wrong answers in a cell's record."""
+"""Maximum number of wrong answers that the results file shows per task and length."""
 MAX_LENGTH = 1 << 24
-"""Maximum number of tokens of a prompt; a longer text would take minutes and gigabytes."""
+"""Maximum length of an example in tokens; making a longer text would take minutes and gigabytes."""
 THRESHOLD = 85.6
-"""Llama-2-7b-chat's average at 4K, above which RULER's paper calls a length effective (section 4).
-"""
+"""Average score above which RULER's paper calls a length effective (section 4): that of
+Llama-2-7b-chat at 4K."""
 Answer = tuple[float, dict[str, Any]]
-"""The right share of an answer, 0 to 1, and its record, which is written if it is wrong."""
+"""Score of an answer, from 0 to 1, and its record for the results file, which shows some wrong
+answers."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The answers to a task at a length."""
+    """The answers to one task at one length: a cell of the table of scores."""
 
     task: str
     length: int
@@ -48,16 +52,16 @@ class Cell:
 
     @property
     def shares(self) -> list[float]:
-        """The share of each answer that is right."""
+        """Score of each answer, from 0 to 1."""
         return [share for share, _ in self.answers]
 
     @property
     def share(self) -> float:
-        """The mean share of right answers."""
+        """Mean score of the answers, from 0 to 1."""
         return fmean(self.shares)
 
     def entry(self) -> dict[str, Any]:
-        """Return the cell as its file has it."""
+        """Return the cell's entry in the results file."""
         wrong = [answer for share, answer in self.answers if share < 1]
         return {
             "task": self.task,
@@ -69,10 +73,10 @@ class Cell:
 
 
 def score_run(args: argparse.Namespace) -> None:
-    """Ask a run all questions and write the scores; collective.
+    """Ask a run's model all questions and write the scores; collective.
 
-    Raises UserError: a length is beyond the model's positions or ``MAX_LENGTH``, or as
-    ``makers_of``.
+    Raises UserError if a length is beyond the model's positions or ``MAX_LENGTH``, or for the
+    reasons of ``makers_of``.
     """
     run = open_run(args.run, args.ckpt_step)
     lengths = sorted(set(args.lengths))
@@ -111,14 +115,14 @@ def score_run(args: argparse.Namespace) -> None:
 def _check_longest(length: int, positions: int | None) -> None:
     if positions is not None and length > positions:
         raise ConfigError(
-            f"lengths names {length}, and the model has max_position_embeddings {positions}, so "
-            "that prompts would be cut; give at most that"
+            f"lengths names {length}, but the model has max_position_embeddings {positions}, so "
+            "prompts would be cut; give smaller lengths"
         )
 
     if length > MAX_LENGTH:
         raise ConfigError(
-            f"lengths names {length}, and texts of up to {MAX_LENGTH} tokens are made; "
-            "give at most that"
+            f"lengths names {length}, but texts have at most {MAX_LENGTH} tokens; "
+            "give smaller lengths"
         )
 
 
@@ -129,10 +133,11 @@ def ask_all(
     batch_size: int,
     positions: int | None = None,
 ) -> Cell:
-    """Ask a number of questions in batches, which the writer's replicas share; collective.
+    """Ask ``samples`` questions in batches, divided among the writer's replicas; collective.
 
-    Every rank gets the cell. ``positions`` are those of a model with a table of them, beyond which
-    no answer goes. An error of one replica is raised on all of them, which wait for its answers.
+    All ranks return the same cell. ``positions`` is the size of the model's position table, if it
+    has one; answers end there. An error on one replica is raised on all, since the others would
+    wait for its answers.
     """
     batches = []
     for begin in range(0, samples, batch_size):
@@ -165,7 +170,7 @@ def ask_all(
 def _ask(
     writer: Writer, maker: ExampleMaker | LineMaker, numbers: Sequence[int], positions: int | None
 ) -> list[Answer]:
-    """Ask the questions of these numbers in one batch."""
+    """Ask the questions with these numbers as one batch, and score the answers."""
     with raise_together(writer.group):
         examples = [maker.make(number) for number in numbers]
         prompts = [example.ids for example in examples]
@@ -189,14 +194,14 @@ def _ask(
 
 
 def _write(args: argparse.Namespace, run: Run, cells: Sequence[Cell]) -> None:
-    """Write a table, a picture, and the figures of all cells."""
+    """Write the results: a table, a picture, and a record of all cells."""
     tasks = {cell.task for cell in cells}
     settings: dict[str, Any] = {"seed": args.seed}
     parts = [f"{args.samples} examples of each task and length"]
     if tasks & TASKS.keys():
         haystack = Essays(args.essays).title
         settings |= {"chat": args.chat, "haystack": haystack}
-        manner = "by the chat template" if args.chat else "as of a base model"
+        manner = "in the chat template" if args.chat else "as for a base model"
         parts.append(f"RULER's prompts {manner}, haystack of {haystack}")
 
     if tasks - TASKS.keys():
@@ -219,7 +224,10 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def _grid(cells: Sequence[Cell]) -> tuple[list[str], list[int], list[list[float]]]:
-    """Return the tasks in their order, ascending lengths, and the shares [task][length]."""
+    """Return the tasks, the lengths, and the score of each task at each length, from 0 to 1.
+
+    Tasks are in order of first appearance, lengths ascend; scores are indexed [task][length].
+    """
     by_task: dict[str, dict[int, float]] = {}
     for cell in cells:
         by_task.setdefault(cell.task, {})[cell.length] = cell.share
@@ -233,9 +241,9 @@ def _grid(cells: Sequence[Cell]) -> tuple[list[str], list[int], list[list[float]
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
-    """Return a row for each task and the averages, a column for each length and all.
+    """Format the scores in percent: a row per task, a column per length, and their averages.
 
-    If all tasks are RULER's, the effective length follows.
+    If all tasks are RULER's, a line below the table states the effective length.
     """
     tasks, lengths, shares = _grid(cells)
     scores = [[100 * share for share in row] for row in shares]
@@ -257,7 +265,7 @@ def table(cells: Sequence[Cell]) -> list[str]:
 
 
 def heat_map(cells: Sequence[Cell]) -> "Figure":
-    """Draw the shares of right answers over lengths in tokens (across) and tasks (down)."""
+    """Draw the share of right answers by length in tokens (across) and task (down)."""
     from matplotlib.figure import Figure
 
     tasks, lengths, shares = _grid(cells)

@@ -1,4 +1,4 @@
-"""The tasks and files of a command line, and the makers of their examples."""
+"""Read the tasks and files that a command line names, and build the makers of their examples."""
 
 import argparse
 import os
@@ -24,11 +24,12 @@ def makers_of(
     begin: tuple[int, ...],
     purpose: Purpose = "score",
 ) -> list[ExampleMaker | LineMaker]:
-    """Return a maker for each length and task, and of line retrieval for each depth.
+    """Return a maker of examples for each length and task; line retrieval has one per depth.
 
-    ``template`` loads the chat template, ``begin`` are the tokens before a base model's prompt.
+    ``template`` loads the chat template; ``begin`` holds the tokens that precede a base model's
+    prompt. With ``purpose`` "train", the examples are drawn from other hashes than those to score.
 
-    Raises DataError: a task or a file does not exist, or a length is too short for a task.
+    Raises DataError if a task or a file does not exist, or a length is too short for a task.
     """
     tasks = tasks_of(args)
     chosen: list[ExampleMaker | LineMaker] = []
@@ -48,7 +49,8 @@ def makers_of(
         chosen += ruler_makers
 
     if lines.NAME in tasks:
-        # Whatever --chat says: a record is asked about in turns.
+        # They need the chat template even without --chat: the questions about a record are turns
+        # of a conversation.
         chosen += _line_makers(args, lengths, Prompts(tokenizer, template()), purpose)
 
     return chosen
@@ -57,7 +59,7 @@ def makers_of(
 def _line_makers(
     args: argparse.Namespace, lengths: Sequence[int], prompts: Prompts, purpose: Purpose
 ) -> list[LineMaker]:
-    """Return a maker of line retrieval for each length and depth; to train on, for any depth."""
+    """Return a line-retrieval maker per length and depth; for training, one for all depths."""
     depths = 0 if purpose == "train" else args.depths
     makers = []
     for length in lengths:
@@ -76,7 +78,10 @@ def _line_makers(
 
 
 def sources_of(args: argparse.Namespace) -> Sources:
-    """Read the files that the command line names. Raises DataError."""
+    """Read the haystack and the questions from the files that the command line names.
+
+    Raises DataError if a file cannot be read.
+    """
     essays = Essays(args.essays)
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     questions = {task: Questions(file) for task, file in files.items() if file is not None}
@@ -84,19 +89,19 @@ def sources_of(args: argparse.Namespace) -> Sources:
 
 
 def tasks_of(args: argparse.Namespace) -> list[str]:
-    """Return the requested tasks; by default, those of RULER's whose files are given.
+    """Return the requested tasks; by default, all of RULER's except those without their file.
 
-    By default the tasks without a file are named in a note.
+    In the default case, a note names the tasks that are left out.
 
-    Raises DataError: an unknown task, or one whose file is not given.
+    Raises DataError if a requested task is unknown, or the file of its questions is not given.
     """
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     lacking = [task for task, file in files.items() if file is None]
     if not args.tasks:
         if lacking:
             note = (
-                f"{', '.join(lacking)} left out: their questions come from files, "
-                "which --qa-1 and --qa-2 name"
+                f"{', '.join(lacking)} left out, since their questions come from files; "
+                "give the files with --qa-1 FILE and --qa-2 FILE"
             )
             print_notes([note])
         return [task for task in TASKS if task not in lacking]
@@ -105,21 +110,22 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     for task in args.tasks:
         if task not in known_tasks:
             raise DataError(
-                f"tasks names {task}, and there are {', '.join(known_tasks)}; name some of these"
+                f"tasks names {task}, but there is no such task; choose from "
+                f"{', '.join(known_tasks)}"
             )
         if task in lacking:
             flag = task.replace("_", "-")
             kind = "SQuAD's" if task == "qa_1" else "HotpotQA's"
             raise DataError(
-                f"tasks names {task}, whose questions come from a file; give --{flag} FILE, "
-                f"{kind} JSON"
+                f"tasks names {task}, but its questions come from a file; give {kind} JSON with "
+                f"--{flag} FILE"
             )
 
     return list(dict.fromkeys(args.tasks))
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes on the first process, before the processes have joined."""
+    """Print notes on rank 0 only, as RANK says: there is no process group yet."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""RULER's examples for a tokenizer, as large as fits a length.
+"""Make RULER's examples for a tokenizer, as large as a length allows.
 
-An example is a function of task, length, seed and number alone. Here are also the settings of a
-run's small curve of examples.
+An example depends only on its task, length, seed, number, purpose (training or scoring), tokenizer
+and files. This file also has the settings of RULER's curve: scores that a run may record while it
+trains.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,24 +18,25 @@ from tools.ruler.tasks import TASKS, Question, RulerCase, Sources
 Purpose = Literal["train", "score"]
 
 TURN_END = 16
-"""Number of tokens reserved for a template's text after an answer."""
+"""Number of tokens reserved in a training example for the chat template's text after the answer."""
 MIN_LENGTH = 512
-"""Number of tokens of an example in which most tasks' answers fit."""
+"""Minimum of the curve's default lengths, in tokens; most tasks fit into examples of this length.
+"""
 _TRIES = 1000
-"""Draws in a row that do not fit, after which a task without a file ends."""
+"""Number of draws in a row that may be too long before a task without a file gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RulerConfig:
-    """The needles that a run looks for as it trains (RULER, Hsieh et al. 2024)."""
+    """Settings of RULER's examples that a run is scored on as it trains (Hsieh et al. 2024)."""
 
     ruler_interval: int | None = None
     """Number of iterations between points of the curve, which shows the share of needles found at
-    each length; the value of save_interval, for example. A last point is made at the end. By
-    default none; on the command line, none removes the curve of --config's file."""
+    each length; for example, the value of save_interval. A last point is added at the end. By
+    default there is no curve; on the command line, "none" removes the curve of --config's file."""
     ruler_lengths: tuple[int, ...] = ()
-    """Lengths of the examples in tokens, at most seq_length; by default seq_length and those of its
-    half and its quarter that are 512 or more."""
+    """Lengths of the examples in tokens, each at most seq_length; by default seq_length, and also
+    its half and its quarter if they are 512 or more."""
     ruler_samples: int = 8
     """Number of examples of each length, divided among the tasks; each takes a forward pass of
     seq_length tokens.
@@ -45,12 +47,13 @@ class RulerConfig:
         "niah_multikey_1",
         "niah_multikey_2",
     )
-    """Tasks of the examples, of those that read no file."""
+    """Tasks of the examples: any of RULER's except qa_1 and qa_2, which need files."""
 
     PARTS: ClassVar[dict[str, tuple[str, ...]]] = {
         "ruler_interval": ("ruler_lengths", "ruler_samples", "ruler_tasks")
     }
-    """The fields of --config's file that go where a flag sets another to none."""
+    """Fields that depend on the field in the key: if a flag sets that field to none, the values
+    that --config's file has for these are dropped."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "ruler_interval", "ruler_samples")
@@ -58,7 +61,7 @@ class RulerConfig:
             require(self, length >= 1, "ruler_lengths", "each must be 1 or more")
 
         without_file = [task for task in TASKS if not task.startswith("qa")]
-        unknown = f"there are {', '.join(without_file)}; name some of these"
+        unknown = f"each task must be one of {', '.join(without_file)}"
         for task in self.ruler_tasks:
             require(self, task in without_file, "ruler_tasks", unknown)
 
@@ -69,23 +72,22 @@ class RulerConfig:
         require(self, is_unique, "ruler_tasks", "name each task once")
         few = (
             f"it must be at least 1 for each of the {num_tasks} ruler_tasks; "
-            "give more, or name fewer"
+            "give more samples, or name fewer tasks"
         )
         require(self, self.ruler_samples >= num_tasks, "ruler_samples", few)
 
         if self.ruler_interval is None:
             unused = (
-                "it is of a curve that ruler_interval asks for; "
-                "give --ruler-interval N, or leave it out"
+                "it has no effect without ruler_interval; give --ruler-interval N, or leave it out"
             )
             for name in self.PARTS["ruler_interval"]:
                 is_default = getattr(self, name) == getattr(RulerConfig, name)
                 require(self, is_default, name, unused)
 
     def lengths(self, seq_length: int) -> list[int]:
-        """Return the lengths in ascending order.
+        """Return the lengths of the curve's examples in tokens, in ascending order.
 
-        Raises UserError: one is longer than the sequences that the model reads.
+        Raises UserError if one is longer than ``seq_length``, the sequences that the model reads.
         """
         if self.ruler_lengths:
             lengths = sorted(set(self.ruler_lengths))
@@ -95,8 +97,8 @@ class RulerConfig:
 
         if lengths[-1] > seq_length:
             raise UserError(
-                f"ruler_lengths names {lengths[-1]} and seq_length is {seq_length}, so that "
-                "prompts would be cut; give at most that, and ask for longer ones with "
+                f"ruler_lengths names {lengths[-1]}, but seq_length is {seq_length}, so prompts "
+                "would be cut; give smaller ruler_lengths, and score longer prompts with "
                 "python -m tools.ruler"
             )
 
@@ -105,7 +107,7 @@ class RulerConfig:
 
 @dataclass(frozen=True)
 class Example:
-    """A question that fits its length, and its prompt."""
+    """A question that fits its length, with the tokens of its prompt and its scoring."""
 
     task: str
     length: int
@@ -115,21 +117,23 @@ class Example:
     new_tokens: int
     """Maximum number of tokens of the answer."""
     score: Callable[[str], float]
-    """A written text -> the share of the answers, 0 to 1, in it."""
+    """Maps the text that a model wrote to its score, from 0 to 1."""
     turns: list[Turn]
-    """The conversation to train on."""
+    """The question and its answer as a conversation to train on."""
     size: int = 0
-    """Sentences, lines or words of the haystack."""
+    """Size of the haystack: its number of sentences, lines, words or other paragraphs."""
 
 
 class ExampleMaker:
     """Makes the examples of one task and length.
 
-    The room for the answer is the task's maximum, or, to train on, that of the answer itself. A
-    question that does not fit is left out, and the next takes its number.
+    An example to score reserves the task's maximum number of tokens for the answer; an example to
+    train on reserves only those that the right answer takes. A question that does not fit is left
+    out, and the next one takes its number.
 
-    Tokenizing a long haystack takes most of the time, so that the maker first estimates the tokens
-    of a piece of it, and begins its search for the size there.
+    Tokenizing a long haystack takes most of the time. So the maker first estimates the tokens per
+    piece of haystack (a sentence, a line or a word), and starts its search for the largest size
+    that fits from this estimate.
     """
 
     def __init__(
@@ -141,9 +145,10 @@ class ExampleMaker:
         sources: Sources,
         purpose: Purpose = "score",
     ) -> None:
-        """Estimate the tokens of a haystack's piece.
+        """Estimate how many tokens a piece of the haystack takes.
 
-        Raises DataError: no question fits even the smallest example, or the tokenizer lacks words.
+        Raises DataError if no question fits even with the smallest haystack, or the tokenizer lacks
+        words.
         """
         self.task = TASKS[task]
         self.length = length
@@ -157,17 +162,16 @@ class ExampleMaker:
             self._answer_room = TURN_END
         self._room = length - self._answer_room
         self._fitting: list[int] = []
-        """Numbers of the questions that fit, in order."""
+        """Numbers of the draws that fit, in order; example n is made from the n-th."""
         self._tried = 0
-        """Numbers that were looked at."""
+        """Number of draws tried so far, including those that did not fit."""
         self.left_out: dict[int, Question] = {}
-        """Questions that do not fit the length, among those of the examples so far, by their number
-        in a file.
-        """
+        """Questions tried so far that do not fit the length, keyed by their number in the file;
+        without a file, by the number of their draw."""
 
         file = sources.questions.get(task)
         self._num_questions = 0 if file is None else len(file.questions)
-        # A task without a file is refused if its first draw does not fit; later it may retry.
+        # A task without a file is refused if its first draw does not fit; later draws are retried.
         self._tries = self._num_questions or 1
         first = self._case_of(0)
         self._tries = self._num_questions or _TRIES
@@ -175,8 +179,8 @@ class ExampleMaker:
         smallest = self.task.make(first, self.task.min_size)
         if prompts.tokenizer.unknown in prompts.ids(smallest):
             raise DataError(
-                f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of "
-                "another tokenizer, or leave the task out"
+                f"{task} has words that {prompts.tokenizer.path} has no token for; use another "
+                "tokenizer, or a run that has one, or leave out the task"
             )
 
         self._each, self._guess, self._other_tokens = self._estimated(first)
@@ -184,11 +188,11 @@ class ExampleMaker:
         self._guess = self._first.size
 
     def _estimated(self, case: RulerCase) -> tuple[float, int, int]:
-        """Return estimates from one case.
+        """Estimate from one case how large a haystack fits.
 
         Returns:
-            The tokens of a piece of the haystack; a size that about fills the room; the tokens
-            besides the haystack's words.
+            The number of tokens per piece of the haystack; the size that about fills the length;
+            and the number of tokens outside the haystack's words.
         """
         min_size = self.task.min_size
 
@@ -199,7 +203,7 @@ class ExampleMaker:
         larger = tokens(2 * min_size + 30)
         each = max(1e-3, (larger - smallest) / (min_size + 30))
         guess = max(min_size, min_size + int((self._room - smallest) / each))
-        # The first pieces may be longer than the later ones: a second look at about the right size.
+        # The first pieces may be longer than the later ones, so estimate again near the size.
         filled = tokens(guess)
         if guess > min_size:
             each = max(1e-3, (filled - smallest) / (guess - min_size))
@@ -209,12 +213,12 @@ class ExampleMaker:
     def make(self, number: int) -> Example:
         """Make an example as large as fits: one more sentence, line or word would not fit.
 
-        Raises DataError: no further question fits.
+        Raises DataError if no further question fits.
         """
         return self._fill(number) if number else self._first
 
     def _fill(self, number: int) -> Example:
-        """Search the size of an example, and make it."""
+        """Find the largest haystack that fits, and make the example with it."""
         case = self._case_of(number)
         task = self.task
         make = cache(lambda size: task.make(case, size))
@@ -222,7 +226,7 @@ class ExampleMaker:
 
         guess = self._guess
         if task.words is not None:
-            # A better guess for this example, from the tokens of a few hundred words alone.
+            # Improve the guess for this example: only its different words are tokenized, once each.
             words_room = self._room - self._other_tokens
             guess = fill(words_room, self._word_counter(case), task.min_size, guess, self._each)
 
@@ -246,9 +250,10 @@ class ExampleMaker:
         )
 
     def _word_counter(self, case: RulerCase) -> Callable[[int], int]:
-        """Return a function that counts the tokens of the haystack's words, for a size.
+        """Return a function that maps a size to the number of tokens of the haystack's words.
 
-        Each word is tokenized once and alone. It returns 0 for tasks of other haystacks.
+        Each different word is tokenized once, on its own. The count is 0 for a task that does not
+        state its ``words``.
         """
         words = self.task.words
         if words is None:
@@ -265,20 +270,20 @@ class ExampleMaker:
         return self.prompts.ids(question, answer_of(question) if self._trains else "")
 
     def prepare(self, samples: int) -> None:
-        """Find the questions of a number of examples, which fills ``left_out``.
+        """Find questions that fit for ``samples`` examples; the others go to ``left_out``.
 
-        Raises DataError: none fits.
+        Raises DataError if no further question fits.
         """
         self._case_of(samples - 1)
 
     def _case_of(self, number: int) -> RulerCase:
-        """Return the number-th case whose smallest example fits. Raises DataError."""
+        """Return the number-th case whose smallest example fits; DataError if there is none."""
         while len(self._fitting) <= number:
             self._find_next()
         return self._numbered(self._fitting[number])
 
     def _find_next(self) -> None:
-        """Find the next case whose smallest example fits the length. Raises DataError."""
+        """Find the next case whose smallest example fits. Raises DataError if there is none."""
         sizes = []
         for candidate in range(self._tried, self._tried + self._tries):
             question = self.task.make(self._numbered(candidate), self.task.min_size)
@@ -295,9 +300,9 @@ class ExampleMaker:
 
         smallest = min(sizes)
         raise DataError(
-            f"{self.name} takes {smallest} tokens and {self._answer_room} for the answer at the "
-            f"least, and a length is {self.length}; give {smallest + self._answer_room} or "
-            "somewhat more, or leave the task out"
+            f"{self.name} takes at least {smallest} tokens and {self._answer_room} for the answer, "
+            f"but a length is {self.length}; give a length of {smallest + self._answer_room} or "
+            "somewhat more, or leave out the task"
         )
 
     def _numbered(self, number: int) -> RulerCase:
@@ -315,9 +320,10 @@ def makers(
     flag: str = "--tasks",
     samples: int = 1,
 ) -> list[ExampleMaker]:
-    """Return a maker for each length and task, prepared for a number of samples.
+    """Return a maker for each length and task, prepared for ``samples`` examples.
 
-    Raises DataError: no question of a task fits; the message has the flag with the other tasks.
+    Raises DataError if no question of a task fits; the message ends with ``flag`` and the tasks
+    that do fit.
     """
     ready: list[ExampleMaker] = []
     errors: dict[str, DataError] = {}
@@ -341,7 +347,7 @@ def makers(
 
 
 def left_out(makers: Sequence[ExampleMaker]) -> list[str]:
-    """Return a note for each maker that left out questions, since they do not fit its length."""
+    """Return a note for each maker that left out questions because they do not fit its length."""
     notes = []
     for maker in makers:
         if not maker.left_out:

@@ -1,11 +1,11 @@
-"""Line retrieval, after LongEval: a record of named lines or needles, and questions about some.
+"""Line retrieval, after LongEval: a record of named lines, and questions about some of them.
 
-Every draw is a SHA-256 of its purpose, seed, sample and name, so that a seed gives the same bytes
-on any machine. The purpose, train or score, is part of it: no conversation that is trained on is
-ever asked, whatever the seeds.
+Every random draw is a SHA-256 of its purpose, seed, sample and name, so a seed gives the same bytes
+on any machine. The purpose is "train" or "score", so training and scoring never draw the same
+conversations, whatever the seeds.
 
-LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the
-sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
+LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?". The
+filler sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
 import tomllib
@@ -31,45 +31,49 @@ ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nou
 FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
 SPARE = 8
-"""Number of extra tokens that an answer may have, for example by another spelling."""
+"""Number of tokens that a model may write beyond the right answer's, for example if it spells the
+answer with other tokens."""
 EDGE = 16
-"""Lines at each end of a record that most questions of the training samples are about."""
+"""Number of lines that count as an end of the record; most training questions are about one of its
+two ends."""
 _PROBE = 32
-"""Lines to estimate a line's tokens from."""
+"""Number of lines from which the tokens per line are estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineTask:
-    """The settings of conversations."""
+    """Settings of the conversations of line retrieval."""
 
     tokens: int
-    """Tokens of a conversation at most, with those of the chat template; the record gets as many
-    lines as fit.
+    """Maximum number of tokens of a conversation, including the chat template's; the record gets as
+    many lines as fit.
     """
     purpose: Purpose
     seed: int
     form: Literal["lines", "needle", "repeat"] = "lines"
-    """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer
-    is the record again, of 2 names to as many as fit, every other one with a value, so that no
-    position tells the next word."""
+    """Form of the record. "lines": every line has a name and a value. "needle": only the asked
+    lines have them, and the others are filler sentences. "repeat": the record has 2 or more names,
+    about half of them with a value, so that the position does not tell the next word; the answer
+    repeats the record."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
-    """Lines to ask for, one after the other; of repeat, the times that the answer has the record.
-    """
+    """Number of lines to ask about, one after the other; with "repeat", the number of times that
+    the answer contains the record."""
 
 
 class LineMaker:
-    """Makes the conversations of a task; the asked line lies anywhere, or at a fixed depth."""
+    """Makes the conversations of a task, with the asked line anywhere or at a fixed depth."""
 
     def __init__(self, task: LineTask, prompts: Prompts, depth: int = 0, depths: int = 0) -> None:
-        """Estimate a line's tokens.
+        """Estimate the number of tokens per line.
 
         Args:
-            depth: number of the asked line's depth, from 0, the first line, to ``depths - 1``, the
-                last one.
-            depths: number of all depths; 0 for any place. One depth alone is the middle.
+            depth: index of the asked line's depth, from 0 (the first line) to ``depths - 1`` (the
+                last line).
+            depths: number of depths; with 0, the asked line is drawn at random. A single depth is
+                the middle.
 
-        Raises DataError: not even the asked lines fit, the tokenizer lacks words, or there is no
+        Raises DataError if not even the asked lines fit, the tokenizer lacks words, or there is no
         chat template.
         """
         self.task = task
@@ -92,15 +96,15 @@ class LineMaker:
         probe = self._turns(0, probe_lines, None)
         if prompts.tokenizer.unknown in self._prompt(probe):
             raise DataError(
-                f"vocabulary is {task.vocabulary}, and the tokenizer does not know all of its "
-                "words; a model of the small vocabulary's words takes --vocabulary small"
+                f"vocabulary is {task.vocabulary}, but the tokenizer does not know all of its "
+                "words; give --vocabulary small if the model has the small vocabulary's words"
             )
 
         smallest = self._tokens(self._turns(0, min_lines, None))
         if smallest > task.tokens:
             raise DataError(
                 f"{NAME} takes {smallest} tokens for {counted(min_lines, 'line')} and as many "
-                f"questions, and a length is {task.tokens}; give longer --lengths, or ask fewer "
+                f"questions, but a length is {task.tokens}; give longer --lengths, or ask fewer "
                 "questions"
             )
 
@@ -144,7 +148,7 @@ class LineMaker:
         template = self.prompts.template
         tokenizer = self.prompts.tokenizer
         assert template is not None
-        assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
+        assert isinstance(tokenizer, HuggingFaceTokenizer)  # others have no chat template
         return tokenizer.tokenize_special(template.render(turns, prompt=prompt))[0]
 
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
@@ -204,18 +208,19 @@ class LineMaker:
         return record
 
     def _queried_lines(self, draw: str, lines: int) -> list[int]:
-        """Draw the lines to ask for.
+        """Draw the lines to ask about.
 
-        To train on, most are near an end of the record, and the first question is about an end or
-        any line. By chance alone the first and the last line would be asked for in one of hundreds
-        of questions, and a model would learn them late.
+        In training, most are near an end of the record, and the first question is about the very
+        first line, the very last, or any line. If all lines were equally likely, only one of
+        hundreds of questions would be about the first or the last line, and a model would learn
+        them late.
         """
         if self.task.purpose == "score":
             return distinct(draw, self.task.questions, lines, "asked")
 
         def line_of(number: int) -> int:
             num_edge_lines = min(EDGE, lines)
-            if number == 0:  # the first question is about the very end
+            if number == 0:  # an end is then the first or the last line itself
                 num_edge_lines = 1
             depth = below(draw, num_edge_lines, "depth", number)
             anywhere = below(draw, lines, "asked", number)
@@ -228,7 +233,7 @@ class LineMaker:
         return f"{self.task.purpose}:{self.task.seed}:{sample}"
 
     def _key(self, number: int) -> str:
-        """Return the name of a line."""
+        """Return the line name that belongs to a number below ``_num_names``."""
         reversed_words = []
         for choices in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
             number, index = divmod(number, len(choices))
@@ -248,14 +253,14 @@ class LineMaker:
 
 
 def _num_names(words: int) -> int:
-    """Return the number of line names of that many words."""
+    """Return the number of different line names that consist of ``words`` words."""
     return len(NOUNS) * len(ADJECTIVES) ** (words - 1)
 
 
 def _words_for(lines: int) -> int:
-    """Return the words of a name, 2 or more.
+    """Return the number of words per name, 2 or more, that gives enough names for ``lines``.
 
-    A sixth of the names stays unused, so that drawing another one is quick.
+    At least a sixth of the names stay unused, so a draw seldom has to be repeated.
     """
     words = 2
     while _num_names(words) <= 1.2 * lines:

@@ -17,26 +17,28 @@ class Prompts:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    """The template of a model of conversations; None: the question and the beginning of the answer
-    are one text.
-    """
+    """Chat template; None for a base model, whose prompt is one text: the question, then the
+    beginning of the answer."""
     begin: tuple[int, ...] = ()
-    """Tokens before such a text."""
+    """Tokens that precede the text of a base model's prompt, such as a begin token."""
 
     def ids(self, question: Question, answer: str = "") -> list[int]:
-        """Return the tokens of a prompt, and of an answer after it. Raises DataError."""
+        """Return the tokens of a question's prompt, followed by those of ``answer``.
+
+        Raises DataError if the chat template fails.
+        """
         if self.template is None:
             text = question.text + question.prefix + answer
             return [*self.begin, *self.tokenizer.tokenize(text)]
-        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # else load_template had failed
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # load_template needs it
         turn = {"role": "user", "content": question.text}
         prompt = self.template.render([turn], prompt=True)
         return self.tokenizer.tokenize_special(prompt + question.prefix + answer)[0]
 
     def with_answer(self, question: Question) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with all answers, and the number of tokens of the prompt.
+        """Return the tokens of a prompt followed by all answers, and the prompt's number of tokens.
 
-        The prompt ends at the first token that the answers change.
+        The prompt counts as ended at the first token that the answers change.
         """
         prompt = self.ids(question)
         with_answers = self.ids(question, answer_of(question))
@@ -48,7 +50,7 @@ class Prompts:
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that end an answer."""
+        """Ids of the tokens at which an answer ends, so that generation stops there."""
         if self.template is None:
             return {self.tokenizer.eod}
 
@@ -56,7 +58,7 @@ class Prompts:
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
         prompt = self.template.render(turns[:1], prompt=True)
         answer = self.template.render(turns).removeprefix(prompt)
-        # The first token after the text ends it, also one that no file calls special.
+        # The first added token after the text ends it, even if no file marks it as special.
         after_text = self.tokenizer.added.findall(answer.rpartition("Hi")[2])
         names = self.tokenizer.special.findall(answer) + after_text[:1]
         ids = [self.tokenizer.tokenize_special(name)[0][0] for name in names]
@@ -72,7 +74,7 @@ class Prompts:
 
 
 def answer_of(question: Question) -> str:
-    """Return the text of all answers, as it follows the prefix."""
+    """Return all answers as one text that can follow the question's prefix."""
     answers = " ".join(question.answers)
     if question.prefix.endswith(" "):
         return answers
@@ -80,13 +82,15 @@ def answer_of(question: Question) -> str:
 
 
 def fill(room: int, tokens: Callable[[int], int], min_size: int, guess: int, each: float) -> int:
-    """Return the largest size whose tokens fit the room; ``min_size`` if not even that one fits.
+    """Return the largest size with at most ``room`` tokens; ``min_size`` if even that has more.
 
-    A search by halves, whose first steps go where the estimate of ``each`` tokens a piece leads: a
-    tokenization takes long, and the estimate is good.
+    ``tokens`` maps a size to its number of tokens; ``guess`` is the size to try first.
+
+    The search is a bisection whose first steps follow the estimate of ``each`` tokens per piece,
+    since tokenizing takes long and the estimate is good.
     """
-    low = min_size - 1  # fits, or is below the smallest
-    high: int | None = None  # does not fit
+    low = min_size - 1  # largest size that fits so far, or one below the smallest
+    high: int | None = None  # smallest size so far that does not fit
     size = guess
     steps = 0
     while high is None or high - low > 1:

@@ -1,8 +1,8 @@
 """RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each determined by its draw's name.
 
-The prompts and the parameters are the benchmark's, word for word; a size counts sentences, lines or
-words of the haystack. If a task's own draws do not depend on the size, needles stay the same as the
-haystack grows.
+The prompts and the parameters are the benchmark's, word for word. A size counts the haystack's
+sentences, lines, words or other paragraphs. Needles stay the same as the haystack grows, unless the
+task draws them together with the haystack.
 
 Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
 arXiv:2404.06654.
@@ -31,15 +31,16 @@ from tools.ruler.texts import (
 )
 
 SHORT = 4096
-"""Lengths below it have the smaller lists of ``cwe``."""
+"""Length in tokens below which ``cwe`` lists its words fewer times, as the benchmark does."""
 HOPS = 4
-"""Assignments of ``vt`` after the first."""
+"""Number of assignments in a chain of ``vt`` after the first one."""
 COMMON = 10
-"""Words that ``cwe`` asks for."""
+"""Number of most common words that ``cwe`` asks for."""
 NUM_DEPTHS = 40
-"""Depths at which needles may lie between essay sentences, from 0 to 100 %."""
+"""Number of depths at which needles may lie between essay sentences, from 0 to 100 %."""
 EXAMPLE_LINES = 14
-"""Lines of noise of the example of ``vt``: about its 500 tokens in the benchmark."""
+"""Number of noise lines in the solved example of ``vt``, which then has about 500 tokens, as in the
+benchmark."""
 Haystack = Literal["noise", "essay", "needle"]
 Kind = Literal["numbers", "words", "uuids"]
 
@@ -59,15 +60,15 @@ class Sources:
 
     essays: Essays = field(default_factory=Essays)
     questions: dict[str, Questions] = field(default_factory=dict)
-    """By task, qa_1 and qa_2."""
+    """Questions read from files, keyed by task (qa_1 and qa_2)."""
 
 
 @dataclass(frozen=True)
 class RulerCase:
-    """One of a task's examples, before its size is known."""
+    """Settings of one example of a task, before the size of its haystack is known."""
 
     draw: str
-    """The name of its draws."""
+    """Name that determines the random draws."""
     number: int
     length: int
     """Maximum number of tokens of the prompt and the answer together."""
@@ -76,19 +77,19 @@ class RulerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class RulerTask:
-    """One of the benchmark's rows."""
+    """Functions and settings that make and score the examples of one of the benchmark's tasks."""
 
     make: Callable[[RulerCase, int], Question]
-    """A case and a size -> its question."""
+    """Maps a case and a size to a question."""
     new_tokens: int
     """Number of tokens reserved for the answer; the length includes them."""
     min_size: int = 1
     words: Callable[[RulerCase, int], Mapping[str, int]] | None = None
-    """The count of each word of a haystack of few words, so that its tokens are known before its
-    text is made.
-    """
+    """Maps a case and a size to the count of each word, for a haystack with few different words, so
+    that its tokens can be counted before its text is made; None for other haystacks."""
     any: bool = False
-    """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
+    """True if one answer is enough for the full score (string_match_part); otherwise the score is
+    the share of answers found (string_match_all)."""
 
     def score(self, written: str, answers: Sequence[str]) -> float:
         """Return the share of answers, 0 to 1, that a text contains; case does not count."""
@@ -118,7 +119,7 @@ def niah(
     values: int = 1,
     queries: int = 1,
 ) -> Question:
-    """Hide ``values`` needles of each key in a haystack; ask for those of ``queries`` keys."""
+    """Hide ``values`` needles per key in a haystack; ask for the values of ``queries`` keys."""
     draw = case.draw
     num_keys = max(keys, queries)
     num_needles = num_keys * values
@@ -161,7 +162,10 @@ def niah(
 
 
 def variable_tracking(case: RulerCase, size: int) -> Question:
-    """Assign one number to a chain of variables; ask for all of them. An example goes before."""
+    """Assign one number along a chain of variables, and ask for all these variables.
+
+    A solved example precedes the question.
+    """
     text, prefix, answers = _chain(case.draw, size, letters=5)
     example, example_prefix, example_answers = _chain(
         f"{case.draw}:shown", EXAMPLE_LINES, letters=3
@@ -192,14 +196,14 @@ def _chain(draw: str, size: int, letters: int) -> tuple[str, str, tuple[str, ...
 
 
 def _letters(number: int, size: int, alphabet: str) -> str:
-    """Return a number's digits to the base 26 as letters, lowest first."""
+    """Write a number in base 26 with letters as digits, the lowest digit first."""
     return "".join(alphabet[number // 26**index % 26] for index in range(size))
 
 
 def common_words(case: RulerCase, size: int) -> Question:
-    """List words, ``COMMON`` of them more often than the ``size`` others; ask for these.
+    """List words, ``COMMON`` of them more often than ``size`` others; ask for the common ones.
 
-    An example goes before.
+    A solved example precedes the question.
     """
     if case.length < SHORT:
         example = _listed(f"{case.draw}:shown", 10, 3, 1)
@@ -213,12 +217,15 @@ def common_words(case: RulerCase, size: int) -> Question:
 
 
 def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
-    """List ``COMMON`` words ``often`` times each and ``size`` others ``seldom`` times each."""
+    """Return a question about a list of words, some of them more often than others.
+
+    The list has ``COMMON`` words ``often`` times each, and ``size`` others ``seldom`` times each.
+    """
     single_words = [word for words in wordlists() for word in words]
     if COMMON + size <= len(single_words):
         numbers = distinct(draw, COMMON + size, len(single_words), "word")
         words = [single_words[n] for n in numbers]
-    else:  # the benchmark takes another, longer list there
+    else:  # the benchmark takes another, longer list in this case
         words = _drawn(draw, "words", COMMON + size, "word")
 
     listed = shuffled(draw, words[:COMMON] * often + words[COMMON:] * seldom, "order")
@@ -236,7 +243,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def frequent_words(case: RulerCase, size: int) -> Question:
-    """Write coded words by a zeta distribution, dots the most often; ask for the next three."""
+    """List coded words with zeta-distributed counts, dots most often; ask for the next three."""
     counts = coded_words(case, size)
     repeated = []
     for word, count in counts.items():
@@ -254,7 +261,7 @@ def frequent_words(case: RulerCase, size: int) -> Question:
 
 
 def coded_words(case: RulerCase, size: int) -> dict[str, int]:
-    """Return the count of each word of ``frequent_words``, in the order of their ranks.
+    """Return the count of each word in ``frequent_words``, the most frequent word first.
 
     Of n words, the one of rank k occurs n / (k^2 zeta(2)) times, rounded down.
     """
@@ -293,32 +300,32 @@ def questions(case: RulerCase, size: int, *, task: str) -> Question:
 
 
 def _drawn(draw: str, kind: Kind, size: int, purpose: str) -> list[str]:
-    """Return ``size`` different numbers of 7 digits, names or UUIDs."""
+    """Draw ``size`` different keys or values: numbers of 7 digits, names or UUIDs."""
     if kind == "numbers":
         return [str(10**6 + n) for n in distinct(draw, size, 9 * 10**6, purpose)]
     if kind == "uuids":
         return [str(UUID(int=bits(draw, purpose, n), version=4)) for n in range(size)]
 
     num_words = 2
-    while names(num_words) <= 4 * size:  # with few of the names in use, drawing others is quick
+    while names(num_words) <= 4 * size:  # most stay unused, so a draw seldom has to be repeated
         num_words += 1
 
     return [name(n, num_words) for n in distinct(draw, size, names(num_words), purpose)]
 
 
 def _essay_positions(draw: str, count: int, size: int) -> list[int]:
-    """Draw ``count`` different depths, in whole percents, and return their positions, in order."""
+    """Draw ``count`` different depths in whole percent; return their ascending positions."""
     depths = sorted(distinct(draw, count, NUM_DEPTHS, "depth"))
     return [int(size * round(100 * depth / (NUM_DEPTHS - 1)) / 100) for depth in depths]
 
 
 def _line_positions(draw: str, count: int, size: int) -> list[int]:
-    """Draw ``count`` positions in ``size`` lines, in order; they move with the size."""
+    """Draw ``count`` ascending positions in ``size`` lines; they scale with the size."""
     return sorted(below(draw, 1 << 32, "place", n) * (size + 1) >> 32 for n in range(count))
 
 
 def _inserted(lines: Sequence[str], positions: Sequence[int], hidden: Sequence[str]) -> list[str]:
-    """Return the lines with hidden ones before the lines of ascending ``positions``."""
+    """Insert each hidden line before the line at its position; ``positions`` ascend."""
     result: list[str] = []
     done = 0
     for position, line in zip(positions, hidden, strict=True):

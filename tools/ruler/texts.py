@@ -1,8 +1,9 @@
-"""RULER's texts: haystacks, names and words, questions of files, and the draws that choose them.
+"""RULER's texts: haystacks, names and words, questions from files, and the draws that choose them.
 
-A draw is a SHA-256 of its name, so that a seed gives the same on any machine and Python. The paper
-takes Paul Graham's essays and the wordlists of a package. Neither is here: sentences are made from
-some hundred words, and words joined by a hyphen make as many names as are needed.
+A draw is a SHA-256 of its name, so a seed gives the same draws on any machine and Python. The paper
+takes sentences from Paul Graham's essays, and names from a package's word lists. Here, sentences
+are generated from 872 words, and a name joins as many of these words by hyphens as it takes to have
+enough names.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ from runtime.files import sha256
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 WORDS = Path(__file__).with_name("words.txt")
-"""A line each of adjectives, nouns and verbs, no word twice."""
+"""File of the built-in words: a line of adjectives, one of nouns and one of verbs. No word occurs
+twice."""
 SENTENCES = (
     "The {adjective} {noun} {verb} the {noun}.",
     "In the {noun}, a {adjective} {noun} {verb} the {noun} of the {noun}.",
@@ -33,23 +35,26 @@ T = TypeVar("T")
 
 
 def below(draw: str, bound: int, name: str, number: int) -> int:
-    """Draw a number in [0, bound), determined by the arguments; ``bound`` is far below 2^64."""
+    """Draw a number in [0, bound), determined by the arguments.
+
+    ``bound`` must be far below 2^64, so that all numbers are about equally likely.
+    """
     return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
 
 
 def bits(draw: str, name: str, number: int) -> int:
-    """Draw a number of [0, 2^128)."""
+    """Draw a number in [0, 2^128), determined by the arguments."""
     return int.from_bytes(next(_digests(draw, name, number))[:16], "big")
 
 
 def distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
-    """Draw ``size`` different numbers of [0, bound); a longer list begins with a shorter one."""
+    """Draw ``size`` different numbers in [0, bound); a longer list begins with the shorter one."""
     numbers = (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name))
     return different(size, numbers)
 
 
 def different(size: int, numbers: Iterable[int]) -> list[int]:
-    """Return the first ``size`` different numbers."""
+    """Return the first ``size`` different values of ``numbers``, in order."""
     chosen: dict[int, None] = {}
     remaining = iter(numbers)
     while len(chosen) < size:
@@ -58,7 +63,7 @@ def different(size: int, numbers: Iterable[int]) -> list[int]:
 
 
 def shuffled(draw: str, items: Sequence[T], name: str) -> list[T]:
-    """Return the items in an order that depends only on the names and the number of items."""
+    """Return the items in an order that depends only on ``draw``, ``name`` and their count."""
     digests = list(islice(_digests(draw, name), len(items)))
     order = sorted(range(len(items)), key=digests.__getitem__)
     return [items[index] for index in order]
@@ -71,20 +76,20 @@ def _digests(draw: str, name: str, first: int = 0) -> Iterator[bytes]:
 
 @cache
 def wordlists() -> tuple[list[str], list[str], list[str]]:
-    """Return adjectives, nouns and verbs."""
+    """Return the built-in adjectives, nouns and verbs."""
     lines = WORDS.read_text(encoding="utf-8").splitlines()
     adjectives, nouns, verbs = (line.split() for line in lines)
     return adjectives, nouns, verbs
 
 
 def names(words: int) -> int:
-    """Return the number of names of that many words."""
+    """Return the number of different names that consist of ``words`` words."""
     adjectives, nouns, _ = wordlists()
     return len(nouns) * len(adjectives) ** (words - 1)
 
 
 def name(number: int, words: int) -> str:
-    """Return the name, such as torpid-kid, of a number below ``names(words)``."""
+    """Return the name (such as torpid-kid) that belongs to a number below ``names(words)``."""
     adjectives, nouns, _ = wordlists()
     reversed_words = []
     for choices in (nouns, *[adjectives] * (words - 1)):
@@ -94,12 +99,18 @@ def name(number: int, words: int) -> str:
 
 
 class Essays:
-    """An endless haystack of sentences: a file's again and again, or made ones, always the same."""
+    """An endless haystack of sentences: those of a file, repeated, or generated ones.
+
+    The generated sentences are always the same.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Read a file: RULER's JSON with a ``text``, or plain text. Raises DataError."""
+        """Read a file: plain text, or RULER's JSON with the key ``text``; None generates sentences.
+
+        Raises DataError if the file cannot be read or has no text.
+        """
         self.title = "made sentences"
-        """Its name in tables."""
+        """Name of the haystack in tables."""
         self._sentences: list[str] = []
         self._repeats = file is not None
         if file is not None:
@@ -108,7 +119,7 @@ class Essays:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of a file's sentences; empty for made ones."""
+        """SHA-256 of the file's sentences; empty for generated ones."""
         if not self._repeats:
             return ""
         return sha256("\n".join(self._sentences).encode())
@@ -124,11 +135,11 @@ class Essays:
 
 
 def _made_sentence(number: int) -> str:
-    """Return a sentence of the built-in shapes and words."""
+    """Generate the ``number``-th sentence from the built-in shapes and words."""
     draw = f"sentence {number}"
     words = dict(zip(("adjective", "noun", "verb"), wordlists(), strict=True))
     shape = SENTENCES[below(draw, len(SENTENCES), "shape", 0)]
-    parts = re.split(r"\{(\w+)\}", shape)  # text and kinds of words in turns
+    parts = re.split(r"\{(\w+)\}", shape)  # a kind of word at each odd index
     for index in range(1, len(parts), 2):
         kind = parts[index]
         parts[index] = words[kind][below(draw, len(words[kind]), kind, index)]
@@ -145,33 +156,37 @@ def _read(file: Path) -> list[str]:
         sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"essays is {file}, which cannot be read ({type(error).__name__}: {error}); give plain "
-            'text in UTF-8, or JSON {"text": "..."}'
+            f"essays is {file}, but it cannot be read ({type(error).__name__}: {error}); give "
+            'plain text in UTF-8, or JSON {"text": "..."}'
         ) from error
 
     if sentences == [""]:
-        raise DataError(f"essays is {file}, which has no text; give another file, or leave it out")
+        raise DataError(f"essays is {file}, but it has no text; give another file, or no --essays")
 
     return sentences
 
 
 @dataclass(frozen=True)
 class FileQuestion:
-    """A question of a file; any one of its answers is right."""
+    """A question from a file; any one of its answers counts as right."""
 
     question: str
     answers: tuple[str, ...]
     paragraphs: tuple[str, ...]
-    """The texts that answer it."""
+    """Paragraphs that the file gives for the question; the prompt always contains them."""
     near: tuple[str, ...] = ()
-    """Other texts of the same article, which come before those of other articles."""
+    """Other paragraphs of the same article; a prompt takes these before it takes paragraphs of
+    other articles."""
 
 
 class Questions:
-    """The questions of a file."""
+    """The questions of a file, and all paragraphs among which to hide the answers."""
 
     def __init__(self, file: Path) -> None:
-        """Read a file. Raises DataError: it cannot be read, or has another form, or no question."""
+        """Read a file of questions.
+
+        Raises DataError if it cannot be read, has an unknown form, or has no question.
+        """
         try:
             text = file.read_text(encoding="utf-8-sig")
             self.questions = []
@@ -195,12 +210,13 @@ class Questions:
             paragraphs.update(question.paragraphs, question.near)
 
         self.paragraphs = sorted(paragraphs)
-        """All paragraphs of the file, each once."""
+        """All different paragraphs of the file, sorted; distractors are drawn from them."""
 
     def around(self, draw: str, question: FileQuestion, size: int) -> list[str]:
-        """Return ``size`` other paragraphs to hide a question's in.
+        """Return ``size`` distractors: other paragraphs, among which to hide those of a question.
 
-        Those of the same article come first, then others; all are repeated when they run out.
+        Paragraphs of the same article come first, then those of other articles. If the file has too
+        few, they are repeated.
         """
         near = question.near
         chosen = [near[n] for n in distinct(draw, min(size, len(near)), len(near), "near")]
@@ -221,7 +237,7 @@ class Questions:
 
 
 def _check_question(position: str, question: FileQuestion) -> None:
-    """Raise DataError for a question that any text would answer, or none could."""
+    """Raise DataError if a field of a question is empty, so any text or none would answer it."""
     fields = {
         "question": (question.question,),
         "answers": question.answers,
@@ -229,15 +245,13 @@ def _check_question(position: str, question: FileQuestion) -> None:
     }
     for name, texts in fields.items():
         if not texts:
-            raise DataError(f"{position}: {name} is empty; leave the question out, or repair it")
+            raise DataError(f"{position}: {name} is empty; repair or remove the question")
         if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise DataError(
-                f"{position}: {name} holds an empty text; leave the question out, or repair it"
-            )
+            raise DataError(f"{position}: {name} has an empty text; repair or remove the question")
 
 
 def _questions_of(text: str) -> Iterator[tuple[str, FileQuestion]]:
-    """Yield each question of a file, with its position there."""
+    """Yield each question in a file's text, after its position for messages, such as "line 3"."""
     if text.lstrip().startswith("["):
         yield from _hotpot_questions(json.loads(text))
         return
@@ -257,7 +271,7 @@ def _questions_of(text: str) -> Iterator[tuple[str, FileQuestion]]:
 
 
 def _hotpot_questions(rows: Any) -> Iterator[tuple[str, FileQuestion]]:
-    """Yield the questions of HotpotQA's rows."""
+    """Yield the questions of HotpotQA's JSON, each after its position."""
     for number, row in enumerate(rows, start=1):
         paragraphs = []
         for title, sentences in row["context"]:
@@ -272,9 +286,9 @@ def _hotpot_questions(rows: Any) -> Iterator[tuple[str, FileQuestion]]:
 
 
 def _squad_questions(articles: Any) -> Iterator[tuple[str, FileQuestion]]:
-    """Yield the questions of SQuAD's articles that have an answer.
+    """Yield the answerable questions of SQuAD's articles, each after its position.
 
-    Questions without an answer are counted, so that a number finds its question in the file.
+    Unanswerable questions are counted too, so a question's number is its position in the file.
     """
     number = 0
     for article in articles:
@@ -298,7 +312,7 @@ def _squad_questions(articles: Any) -> Iterator[tuple[str, FileQuestion]]:
 
 
 def _question_of_line(number: int, line: str) -> FileQuestion:
-    """Return the question of a JSON line. Raises ValueError, with the line's number."""
+    """Parse the question in a JSON line. Raises ValueError with the line's number."""
     try:
         row = json.loads(line)
         return FileQuestion(
@@ -312,5 +326,5 @@ def _question_of_line(number: int, line: str) -> FileQuestion:
 
 def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise TypeError(f"{values!r:.60} is no list of strings")
+        raise TypeError(f"{values!r:.60} is not a list of strings")
     return tuple(values)

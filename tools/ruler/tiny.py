@@ -1,11 +1,12 @@
-"""A tiny model of random weights, in transformers' files, which learns to retrieve in minutes.
+"""Write a tiny model of random weights that learns to retrieve in minutes.
 
-Its tokens are words of short lines, or of RULER's needles in built-in sentences. Of lines a name, a
-value and the end are a token each, and by the chat template a question ends with the name that it
-asks for. Of needles a token is a word with the space before it, a mark, or up to three digits, so
-that a number is three tokens; the words between a key and its number, in a needle and before an
-answer, are no tokens. Either way the answer follows its key in the text, which two layers can
-learn.
+Its files have the format of the transformers library. Its tokens are the words of short lines
+(line_retrieval in the small vocabulary), or of RULER's needles in built-in sentences. In a line,
+the name, the value and the line's end are one token each, and the chat template ends a question
+with the name that it asks about. In needles, a token is a word with the space before it, a
+punctuation mark, or up to three digits, so a number takes three tokens; the words between a key and
+its number are dropped, both in a needle and before an answer. Either way, the answer directly
+follows its key in the text, a pattern that two layers can learn.
 """
 
 import string
@@ -34,34 +35,35 @@ LEARNED = (
     "niah_multivalue",
     "niah_multiquery",
 )
-"""The needle tasks without UUIDs."""
+"""Tasks that the tokenizer of needles covers: RULER's needle tasks without UUIDs."""
 MAX_NAMES = 6
-"""Names of a conversation of ``repeated`` at most."""
+"""Maximum number of names in a conversation of ``repeated``."""
 OF_FILE: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
-"""Settings other than sizes that transformers needs for a family, keyed by model_type."""
+"""Settings that a family's transformers configuration needs in addition to the sizes, keyed by
+model_type."""
 
 
 def write_model(
     folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None
 ) -> str:
-    """Write model, tokenizer and chat template; return the text that says so.
+    """Write model, tokenizer and chat template; return a description.
 
     Args:
-        task: line_retrieval or niah, whose words the tokenizer has.
-        model_type: one of ``SHAPES``, by default the first.
+        task: "line_retrieval" or "niah"; the tokenizer has the words of this task.
+        model_type: a key of ``SHAPES``; None is the first.
 
-    Raises UserError: the folder exists, a setting is unknown, or transformers is not installed.
+    Raises UserError if the folder exists, a setting is invalid, or transformers is not installed.
     """
     family = model_type or next(iter(SHAPES))
     if family not in SHAPES:
         raise UserError(f"model_type is {family}; it must be one of {', '.join(SHAPES)}")
     if hidden_size % (2 * HEADS):
         raise UserError(
-            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, "
-            "even for rope"
+            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}, since each of "
+            f"{HEADS} heads must have an even size for rope"
         )
 
     import torch
@@ -70,7 +72,8 @@ def write_model(
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     except ImportError as error:
         raise UserError(
-            "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
+            "transformers, which writes the model, is not installed; pip install transformers "
+            "(make venv EXTRAS=dev)"
         ) from error
 
     is_lines = task == NAME
@@ -106,10 +109,10 @@ def write_model(
 
 
 def tokenizer_of_words() -> Any:
-    """Return a `tokenizers.Tokenizer` of the short lines' words."""
+    """Return a `tokenizers.Tokenizer` whose tokens are the short lines' names and values."""
     from tokenizers import Regex, pre_tokenizers
 
-    before_value = Regex(r" (?=\S+\n)")  # the last word of a line
+    before_value = Regex(r" (?=\S+\n)")  # the space before a line's last word
     split = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split("?", "removed"),
@@ -123,7 +126,7 @@ def tokenizer_of_words() -> Any:
 
 
 def tokenizer_of_needles() -> Any:
-    """Return a `tokenizers.Tokenizer` of the words and numbers of the tasks in ``LEARNED``."""
+    """Return a `tokenizers.Tokenizer` for the words and numbers of the tasks in ``LEARNED``."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     split = pre_tokenizers.Sequence(
@@ -142,11 +145,11 @@ def tokenizer_of_needles() -> Any:
 
 
 def _needle_texts() -> list[str]:
-    """Return texts that together have every token of the needle tasks."""
+    """Return texts that together contain every token of the needle tasks."""
     texts = []
     for shape in (NOISE, *SENTENCES):
         sentence = shape.replace("{", "").replace("}", "")
-        texts += [sentence, f" {sentence}"]  # also after another sentence
+        texts += [sentence, f" {sentence}"]  # with the space that follows another sentence
 
     adjectives, nouns, verbs = wordlists()
     texts += nouns
@@ -182,7 +185,7 @@ def _tokenizer(split: Any, words: list[str]) -> Any:
 
 
 def repeated(sample: int, seed: int, times: int) -> list[dict[str, str]]:
-    """Return a conversation in which 2 to 6 names, some with a number, are repeated ``times``."""
+    """Return a conversation: 2 to 6 names, some with a number, then the same ``times`` times."""
     draw = f"repeat:{seed}:{sample}"
     size = 2 + below(draw, MAX_NAMES - 1, "names", 0)
     text = ""

@@ -8,11 +8,11 @@ from data.loader import Batch
 from runtime.together import is_first
 
 DATA = "longmesh: data"
-"""Phase of a step in which a rank waits for its batch; the names appear in profiles."""
+"""Name, in profiles, of the phase in which a rank waits for its batch."""
 UPDATE = "longmesh: update"
-"""Phase of a step in which the optimizer updates the weights."""
+"""Name of the phase in which the optimizer updates the weights."""
 SAVING = "longmesh: saving"
-"""Phase in which a checkpoint is saved."""
+"""Name of the phase in which a checkpoint is saved."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Step:
     valid: int
     """Number of tokens with a loss, on all ranks together."""
     loss: float
-    """Mean loss over those tokens, before the update."""
+    """Mean loss over the tokens with a loss, before the update."""
     record: dict[str, Any]
     """The step's record in metrics.jsonl; callbacks add fields to it."""
     wait: Callable[[], None]
@@ -44,7 +44,7 @@ class Callback:
     """
 
     def on_train_begin(self, iteration: int) -> None:
-        """Act before the first step; the run resumes after ``iteration``, or starts from 0."""
+        """Act before the first step; ``iteration`` is the last completed one, 0 in a new run."""
 
     def on_step_begin(self, iteration: int) -> None:
         """Act before an iteration takes its batch."""

@@ -44,7 +44,7 @@ class Checkpointing(Callback):
         """The last step since this start or since a rollback; None before the first."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Check if the run resumes from a local checkpoint: its end then saves a shared one."""
+        """Note a resume from a local checkpoint, so that the run's end saves a shared one."""
         if self.config.checkpoint.non_persistent_save_interval and not self.saves.holds(iteration):
             self._saved_iteration = 0
 

@@ -1,4 +1,4 @@
-"""Bad steps: detected on all ranks before the update, and handled by a policy across restarts."""
+"""Detect bad steps on all ranks before the update, then skip them, roll back or stop the run."""
 
 import json
 import math
@@ -27,13 +27,14 @@ MAX_FAILURES = 3
 A hardware fault rarely comes three times at the same iteration; a divergence always does.
 """
 WINDOW = 100
-"""Number of recent good steps whose median defines a spike."""
+"""Number of recent good steps; their median loss and gradient norm define what a spike is."""
 MIN_GOOD_STEPS = 20
 """Minimum number of good steps before a step can count as a spike."""
 FAILURES = "failures.jsonl"
 """File in a run's folder with a JSON object per failure.
 
-An object has ``iteration``, ``checkpoint`` (the newest at that time) and ``why``.
+An object has ``iteration``, ``checkpoint`` (the iteration of the newest checkpoint at that time)
+and ``why``.
 """
 
 
@@ -44,7 +45,7 @@ class TrainingError(UserError):
 def read_failures(path: Path) -> list[dict[str, Any]]:
     """Read a file of failures; an incomplete last line, cut by a crash, is ignored.
 
-    Raises TrainingError: a line is not a failure that a run has written.
+    Raises TrainingError if a line is not a failure that a run has written.
     """
     if not path.exists():
         return []
@@ -81,7 +82,7 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Reaction of a run to bad steps, and to ranks that make no progress."""
+    """Settings for a run's reaction to bad steps, and to ranks that make no progress."""
 
     bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
     """Reaction to a bad step, which is a step whose loss or gradient norm is not finite or is a
@@ -102,7 +103,7 @@ class HealthConfig:
     """End all ranks, after writing their stack traces, if no step ends within this many times the
     median duration of the last 100 steps; 0 disables the watchdog."""
     watchdog_min_seconds: float = 120.0
-    """Minimum number of seconds without a step before the watchdog ends all ranks."""
+    """The watchdog waits at least this many seconds for a step before it ends all ranks."""
 
     def __post_init__(self) -> None:
         require(self, self.spike_factor > 1, "spike_factor", "it must be above 1")
@@ -147,8 +148,7 @@ class Health:
             records: loss and gradient norm of the good steps so far; the first rank's are used.
             progress: the run's progress, whose counts of skipped steps are updated.
 
-        Raises TrainingError: the run has failed too often after its newest checkpoint, not counting
-        local ones.
+        Raises TrainingError if the run has failed too often after its newest shared checkpoint.
         """
         self._config = config
         self._progress = progress
@@ -165,7 +165,7 @@ class Health:
     def judge(self, loss: float, norm: float) -> str:
         """Count a step, and return the reason that it is bad; empty if it is good.
 
-        Raises TrainingError: the policy ends the run.
+        Raises TrainingError if the policy ends the run.
         """
         config = self._config
         progress = self._progress
@@ -210,10 +210,10 @@ class Health:
         return problems
 
     def update_went_wrong(self, step: Step, loss_of: Callable[[Step], float]) -> bool:
-        """Return True if the last update broke the weights: the run then has to roll back.
+        """Return True if the last update broke the weights, so that the run has to roll back.
 
         ``loss_of`` computes the loss of a step's samples again, with the updated weights;
-        collective. Raises TrainingError: the policy ends the run.
+        collective. Raises TrainingError if the policy ends the run.
         """
         if self._progress.skipped_in_a_row or not step.micro_batches:
             return False  # the weights have not changed
@@ -256,8 +256,8 @@ class Health:
     def _fail(self, iteration: int, last_good: int, why: str) -> None:
         """Record a failure in the run's folder, and request a rollback.
 
-        Raises TrainingError: the policy is not rollback, there is no checkpoint to return to, or
-        the run has failed too often.
+        Raises TrainingError if the policy is not "rollback", there is no checkpoint to return to,
+        or the run has failed too often.
         """
         from_first(lambda: self._record_failure(iteration, last_good, why))
         self.rolls_back = True

@@ -25,16 +25,16 @@ LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Destinations of a run's metrics, in addition to metrics.jsonl."""
+    """Lines on the screen, and services that receive a run's metrics besides metrics.jsonl."""
 
     log_interval: int = 10
     """Number of iterations between lines on the screen. A line shows the mean loss since the
-    previous line; the first iteration has a line of its own."""
+    previous line; the first iteration always has a line."""
     tensorboard_dir: str | None = None
     """Folder to write TensorBoard events to."""
     wandb_project: str | None = None
-    """Weights & Biases project. The key is read only from WANDB_API_KEY; WANDB_MODE=offline needs
-    no account.
+    """Weights & Biases project. The key is read only from WANDB_API_KEY; with WANDB_MODE=offline
+    no account is needed.
     """
     wandb_exp_name: str | None = None
     """Name of the run in that project."""
@@ -48,7 +48,7 @@ class Service:
     """A logging service that receives the numbers of records."""
 
     write: Callable[[dict[str, Any]], None]
-    """Receives a record, or metrics that are added to a record later, with its ``iteration``."""
+    """Receives a record, or later metrics for it, together with the record's ``iteration``."""
     rewind: Callable[[int], None]
     """Receives the last iteration that remains valid after a rollback."""
 
@@ -67,7 +67,7 @@ class RunLog:
         iteration: int,
         device: str = "cpu",
     ) -> None:
-        """Start after ``iteration``; later records of metrics.jsonl are dropped.
+        """Open the log to continue after ``iteration``, and drop later records of metrics.jsonl.
 
         Args:
             settings: the resolved configuration, for the services to show.
@@ -131,7 +131,7 @@ class RunLog:
         return self.records[-1]
 
     def _rewrite(self) -> None:
-        """Replace the file by the current records, and open it to append more."""
+        """Replace metrics.jsonl by the current records, and open it to append more."""
         if self._folder is None:
             return
         with disk_errors(self._folder):
@@ -179,7 +179,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the records of a metrics.jsonl; an incomplete last line is ignored.
 
-    Raises ConfigError: a line before the last is not a record of an iteration.
+    Raises ConfigError if a complete line is not a record of an iteration.
     """
     lines = read_regular(path, 1 << 34).split("\n")[:-1]
     records = []
@@ -279,7 +279,7 @@ def check_services(config: LoggingConfig) -> None:
             package = module.rpartition(".")[2]
             raise ConfigError(
                 f"{field} is set, but {package} cannot be imported ({error}); install it with "
-                f"pip install {package} (or make venv EXTRAS=logging), or leave {field} out"
+                f"`pip install {package}` (or `make venv EXTRAS=logging`), or leave {field} out"
             ) from error
 
 
@@ -311,11 +311,11 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
         return []
     import wandb
 
-    # wandb records Slurm's variables with the run, and this one is a token.
+    # wandb records Slurm's variables with the run, but this one is a secret token.
     os.environ.pop("SLURM_JWT", None)
     run_id = None
     if folder is not None:
-        id_file = folder / "wandb_id.txt"  # the id under which a resumed run continues
+        id_file = folder / "wandb_id.txt"  # lets a resumed run continue under the same id
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:16])
         run_id = id_file.read_text()

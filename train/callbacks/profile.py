@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 """Start and end in nanoseconds."""
 FOLDER = "profile"
 COLUMNS = ("compute", "exposed", "communication", "data", "saving", "other", "iteration")
-"""Columns of the table: fields of ``RankTimes``."""
+"""Columns of the table, which are names of attributes of ``RankTimes``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class RankTimes:
 
     @property
     def other(self) -> float:
-        """Time outside all of these: the interpreter, kernel launches, synchronisation."""
+        """Remaining time: the interpreter, kernel launches, synchronisation."""
         return max(0.0, self.iteration - self.compute - self.exposed - self.data - self.saving)
 
     @property
@@ -91,7 +91,8 @@ class Profiler(Callback):
         self._first_iteration = 0
         if save is None:
             raise UserError(
-                "profile is set, but save is not, and the results go there; give --save FOLDER"
+                "profile is set, but save is not, and the results go to that folder; give --save "
+                "FOLDER"
             )
         world_size = dist.get_world_size()
         for rank in config.profile_ranks:
@@ -117,7 +118,7 @@ class Profiler(Callback):
         self._profile = profile(activities=activities, profile_memory=True)
         self._first_iteration = iteration
         with warnings.catch_warnings():
-            # torch 2.11 warns that later cycles lose the events of this one: there is only one.
+            # torch 2.11 warns that later cycles discard this one's events, but there are none.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             self._profile.start()
 
@@ -172,7 +173,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
     operators: list[Interval] = []
     kernels: list[Interval] = []
     messages: list[Interval] = []
-    cpu_memory: list[Interval] = []  # time, bytes
+    cpu_memory: list[Interval] = []  # pairs of time and bytes
     gpu_memory: list[Interval] = []
     for event in events:
         name = event.name()
@@ -197,7 +198,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
             operators.append(span)
 
     # On a GPU only kernels count as compute, because operators on the host only launch them. Time
-    # spent on waiting for data or on saving counts only as that.
+    # in which a rank waits for data or saves does not count as compute or communication.
     lengths, covers = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
     data, saving, compute, communication = covers  # bool [N] each
     compute = compute & ~(data | saving)
@@ -222,8 +223,8 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
 def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray]:
     """Cut time at all starts and ends; return the pieces' lengths and the kinds that cover them.
 
-    Questions about overlaps then become boolean expressions: communication is exposed in a piece
-    that is covered by messages and not by compute.
+    Questions about overlaps then become boolean expressions. For example, communication is exposed
+    in a piece that messages cover and compute does not.
 
     Returns:
         lengths, int64 [N], and whether each kind covers each piece, bool [kinds, N].
@@ -234,7 +235,7 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
             edges += span
     times = np.unique(np.array(edges, dtype=np.int64))
 
-    changes = np.zeros((len(kinds), len(times)), dtype=np.int64)  # changes of the number of spans
+    changes = np.zeros((len(kinds), len(times)), dtype=np.int64)  # starts minus ends of spans
     for row, spans in zip(changes, kinds, strict=True):
         starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         np.add.at(row, np.searchsorted(times, starts), 1)
@@ -246,7 +247,8 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
 def table(ranks: list[RankTimes]) -> str:
     """Return a Markdown table of the ranks' milliseconds and memory, and name the slowest rank.
 
-    The other ranks wait for it in collectives, so it has the least exposed communication.
+    The slowest rank is the one with the least exposed communication, because the others wait for it
+    in collectives.
     """
     lines = [
         "| rank | host | " + " | ".join(COLUMNS) + " | MB |",

@@ -34,7 +34,7 @@ class ProgressReport(Callback):
         log_interval: int,
         device_type: str,
     ) -> None:
-        """Set up; ``log`` is None on all ranks but the first, and such ranks report nothing."""
+        """Set up; only the first rank has a ``log``, and the other ranks report nothing."""
         self._log = log
         self._objective = objective
         self._train_iters = train_iters
@@ -183,8 +183,8 @@ def _with_prefix(value: float) -> str:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return a process's peak FLOP/s: a GPU's data sheet value for bfloat16, or a measurement.
 
-    The measurement times square matrix products for about 0.3 s after a warm-up. Call it on all
-    ranks at once, so that each measures its share of a shared CPU.
+    The measurement times square matmuls for about 0.3 s after a warm-up. Call it on all ranks at
+    once, so that ranks that share a CPU measure their shares of its peak.
     """
     if device.type == "cuda" and dtype is torch.bfloat16:
         card = card_of(torch.cuda.get_device_name(device))

@@ -3,7 +3,7 @@
 No text is generated. The model reads each prompt with its answer in one forward pass over the run's
 own mesh, as in a validation, and an answer is right if each of its tokens is the most likely one
 after the tokens before it. In exactly these cases greedy decoding would begin with the answer, and
-``python -m tools.ruler`` counts answers by that condition.
+this is also the condition by which ``python -m tools.ruler`` counts answers.
 """
 
 import torch
@@ -39,16 +39,16 @@ def _template(config: Config, tokenizer: str) -> ChatTemplate:
 
 
 class Curve:
-    """RULER examples of several lengths; measures the share that the model answers."""
+    """RULER examples of several lengths; measures the share that the model answers correctly."""
 
     def __init__(
         self, config: Config, objective: NextToken, mesh: Mesh, tokenizer: Tokenizer | MockTokenizer
     ) -> None:
         """Make the examples, the same on all ranks.
 
-        Raises UserError: a task, or its answer, does not fit a length.
+        Raises UserError if a task, or its answer, does not fit a length.
         """
-        assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
+        assert not isinstance(tokenizer, MockTokenizer)  # validate refuses RULER with mock_data
         seq_length = config.train.seq_length
         template = _template(config, tokenizer.path) if config.data.sft else None
         prompts = Prompts(tokenizer, template, tokenizer.begin())
@@ -72,7 +72,7 @@ class Curve:
             )
         except DataError as error:
             raise DataError(
-                f"ruler_lengths has {max_tokens}, in which every task of ruler_tasks must fit: "
+                f"ruler_lengths has {max_tokens}, but every task of ruler_tasks must fit into it: "
                 f"{error}"
             ) from None
 
@@ -119,7 +119,8 @@ class Curve:
                 micro_batches.append(self._objective.local(stacked))
             runner.forward(micro_batches)
 
-        # Ranks with the same tokens count an error several times; it only matters if there is any.
+        # Ranks with the same tokens count an error several times, which does not matter, because
+        # an answer is right only if it has no error at all.
         dist.all_reduce(wrong)
         right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100  # [lengths]
         return {

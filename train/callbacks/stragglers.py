@@ -19,12 +19,12 @@ PHASES = ("data_ms", "update_ms", "mlp_ms")
 
 The first two are per step: the wait for a batch, and the optimizer's update. The third is per call
 of the first feed-forward layer (0 with --compile). No other part of a step can tell ranks apart,
-because they wait for each other there, so that all take the same time.
+because the ranks wait for each other there, and so all take the same time.
 """
 MAX_BEHIND = 0.2
-"""Maximum delay of a rank without a warning, relative to the median."""
+"""Relative delay of a rank, as ``slowest`` defines it, above which the rank counts as slow."""
 MIN_BEHIND_MS = 20.0
-"""Minimum delay of a rank for a warning, in milliseconds per step."""
+"""Delay in milliseconds per step from which on a rank can count as slow."""
 MAX_CALLS = 64
 """Maximum number of feed-forward calls whose times are kept."""
 
@@ -67,7 +67,7 @@ class Stragglers(Callback):
             layers[0].register_forward_hook(lambda *_: self._on_call(begins=False), prepend=True)
 
     def _on_call(self, *, begins: bool) -> None:
-        """Record a call's start or end; not in torch.compile, where timing breaks the graph."""
+        """Record a call's start or end; not under torch.compile, whose graph it would break."""
         if torch.compiler.is_compiling():
             return
         if begins:
@@ -144,11 +144,11 @@ class Stragglers(Callback):
 def slowest(
     times: dict[str, list[float]], step_ms: float, calls_per_step: float
 ) -> tuple[int, float, str, bool]:
-    """Return the slowest rank, its relative delay, its phase, and if it is MIN_BEHIND_MS behind.
+    """Return the slowest rank, its relative delay and phase, and if it is MIN_BEHIND_MS behind.
 
-    The delay is the rank's time minus the median, relative to the median for a layer's call and to
-    the whole step for the other phases. The median of two ranks is the faster one's. A rank that is
-    behind by ``MIN_BEHIND_MS`` in a step is preferred to ranks that are not.
+    The delay is the rank's time minus the median. It is relative to the median if the phase is a
+    layer's call, else to the whole step. The median of two ranks is the faster one's time. A rank
+    that is behind by ``MIN_BEHIND_MS`` in a step is preferred to ranks that are not.
 
     Args:
         times: each phase's milliseconds as a list over ranks.

@@ -25,7 +25,7 @@ class Validation(Callback):
     task: Task[Any]
     runner: Runner
     ema: Ema | None
-    """EMA of the weights; if there is one, it is validated in place of the weights."""
+    """EMA of the weights; if it is not None, it is validated in place of the weights."""
     batches: Batches
     data: Samples
     log: RunLog | None
@@ -73,7 +73,7 @@ class Validation(Callback):
         return {"validation_loss": loss, **self.constants}
 
     def _loss(self) -> float:
-        """Return the mean loss over the first eval_iters validation batches, always the same."""
+        """Return the mean loss over eval_iters validation batches, the same in each validation."""
         mesh = self.task.mesh
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         num_tokens = 0

@@ -51,8 +51,8 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background: training only waits for a copy in memory."""
     keep_last: int | None = None
-    """Keep this many of the newest whole checkpoints and remove older ones; by default keep all, or
-    only the newest if --keep-every is given."""
+    """Keep this many of the newest whole checkpoints and remove older ones. By default all are
+    kept, or only the newest if --keep-every is given."""
     keep_every: int | None = None
     """Keep every checkpoint whose iteration is a multiple of this number."""
     non_persistent_save_interval: int | None = None
@@ -117,7 +117,7 @@ def save_checkpoint(
     background: Background | None = None,
     local: bool = False,
 ) -> Path:
-    """Write ``iter_N`` into a run's folder atomically and return its path. Collective.
+    """Write the checkpoint ``iter_N`` into a run's folder atomically; return its path. Collective.
 
     Every rank writes its shards into a draft (a folder of this save alone), and hashes them. The
     first rank, or one of each node, writes the manifest, renames the draft to ``iter_N`` and points
@@ -136,8 +136,8 @@ def save_checkpoint(
         local: each node's ranks write into a folder of their own, which then has only this
             checkpoint.
 
-    Raises CheckpointError on every rank: the iteration already has a whole checkpoint (a broken one
-    is moved aside), or the disk cannot be written to. No unfinished files remain.
+    Raises CheckpointError on every rank if the iteration already has a whole checkpoint (a broken
+    one is moved aside), or if the disk cannot be written to. No unfinished files remain.
     """
     from train.checkpoint.shards import Shards
     from train.checkpoint.tensors import tensors_of
@@ -182,8 +182,8 @@ def load_checkpoint(
         path: a folder that ``find_checkpoint`` returned.
         sections: further sections of tensors to load into, as in ``save_checkpoint``.
 
-    Raises CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file
-    is damaged. A difference raises before any weight changes.
+    Raises CheckpointError if the architecture or a tensor's name, shape or dtype differs, or if a
+    file is damaged. A difference raises before any weight changes.
     """
     from train.checkpoint.tensors import (
         compare_tensors,
@@ -226,7 +226,7 @@ def load_model(
         section: section of the checkpoint to read; an EMA of the weights has its own.
         fresh: returns True for a weight that keeps its value if the checkpoint lacks it.
 
-    Raises CheckpointError as ``load_checkpoint`` does.
+    Raises CheckpointError under the same conditions as ``load_checkpoint``.
     """
     from train.checkpoint.tensors import compare_tensors, read_shards, spread_copies, tensors_of
 
@@ -249,8 +249,8 @@ def stored_weights(
 ) -> tuple[dict[str, torch.Tensor], "Read"]:
     """Return a checkpoint's weights as meta tensors, keyed by name, and a function that reads one.
 
-    Needs no process group; ``section`` is as in ``load_model``. Raises CheckpointError as
-    ``load_checkpoint`` does.
+    Needs no process group; ``section`` is as in ``load_model``. Raises CheckpointError under the
+    same conditions as ``load_checkpoint``.
     """
     from train.checkpoint.tensors import read_shards
 
@@ -297,7 +297,9 @@ def compare_architecture(folder: Path, saved: dict[str, Any], expected: dict[str
         saved_value = repr(saved[field]) if field in saved else "absent"
         expected_value = repr(expected[field]) if field in expected else "absent"
         if saved_value != expected_value:
-            differences.append(f"{field} is {saved_value} there and {expected_value} here")
+            differences.append(
+                f"{field} is {saved_value} in the checkpoint and {expected_value} in this run"
+            )
     if differences:
         raise CheckpointError(
             f"{folder} has a different architecture: {'; '.join(differences)}. Change the "

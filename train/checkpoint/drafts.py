@@ -39,7 +39,7 @@ Steps = Generator[Callable[[], Any], list[Any], None]
 
 
 class Room(NamedTuple):
-    """The free disk space for a draft's folder."""
+    """A draft's folder, and the free space of its disk."""
 
     path: Path
     free: int | None
@@ -52,7 +52,7 @@ class Draft:
 
     path: Path
     folder: Path
-    """The path after the draft is published."""
+    """The checkpoint's path once the draft is published."""
     manifest: Manifest
     """The manifest, which lists no files until they are written."""
     owner: bool
@@ -70,7 +70,7 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
     """Create an empty draft of ``folder``; return it with the free space for each of its folders.
 
     A broken checkpoint of this name is moved aside. Collective. Raises CheckpointError on every
-    rank: ``folder`` is a whole checkpoint already, or the disk cannot be written to.
+    rank if ``folder`` is a whole checkpoint already, or if the disk cannot be written to.
     """
     mark = uuid.uuid4().hex[:8]
     if local:
@@ -110,7 +110,7 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
 
 
 def _free_name(folder: Path) -> None:
-    """Rename a broken checkpoint; a run resumed from an earlier one reaches its iteration again."""
+    """Move a broken checkpoint aside: a run that resumed before it reaches its iteration again."""
     problem = find_damage(folder)
     if problem is None:
         raise CheckpointError(
@@ -133,7 +133,7 @@ def _free_name(folder: Path) -> None:
 def remove_drafts(directory: Path) -> None:
     """Remove unfinished saves of a killed run.
 
-    Only the run that owns the folder may call this, as nobody else writes into it.
+    Only the run that owns the folder may call this, since then no other run writes into it.
     """
     for draft in directory.glob("iter_*.tmp"):
         # A rank that is being killed may still write there; the next save removes the rest.
@@ -143,7 +143,7 @@ def remove_drafts(directory: Path) -> None:
 def check_room(rooms: Sequence[Room], needed: int) -> None:
     """Raise CheckpointError if a folder lacks space for its share of the bytes ``needed``.
 
-    All ranks have the same ``rooms``, so that all raise, and before anything is written.
+    All ranks have the same ``rooms``, so all of them raise, before anything is written.
     """
     share = needed // len(rooms)
     for path, free in rooms:
@@ -222,9 +222,9 @@ def run_steps(steps: Steps) -> None:
 
 
 class Background:
-    """One save at a time, written by a thread of each rank from copies, while training goes on.
+    """Writes one save at a time, in a thread of each rank and from copies, during training.
 
-    DCP's own ``async_save`` does not fit: it has another process group, whose collectives wait for
+    DCP's own ``async_save`` does not fit: it uses another process group, whose collectives wait for
     a lost rank until they time out, and each rank learns of an error at a different step, without
     the name of the file. Here a step begins when all ranks have finished the one
     before. The caller finds that out by adding ``ready`` to a reduction that it makes anyway. So no
@@ -238,7 +238,7 @@ class Background:
         self._save: tuple[Draft, Steps, Future[Any]] | None = None
 
     def begin(self, draft: Draft, steps: Steps) -> None:
-        """Begin to write a draft from ``memory``; no other save may be under way."""
+        """Begin to write a draft from the copies in ``memory``; no other save may be under way."""
         self._save = draft, steps, self._thread.submit(next(steps))
 
     @property

@@ -25,8 +25,8 @@ BLOCK_BYTES = 1 << 26
 def local_folder(directory: str | None, save: str) -> Path | None:
     """Return the folder of a run's local checkpoints in a node's directory.
 
-    None without a directory, or before the run's first start. The folder is named after the run's
-    ``fingerprint``. Collective; raises CheckpointError if the folder is a link, or another user's.
+    Returns None without a directory, or before the run's first start. The folder is named after the
+    run's ``fingerprint``. Collective; raises CheckpointError if it is a link or another user's.
     """
     if directory is None:
         return None
@@ -61,7 +61,7 @@ def remove_others(local: Path, newest: Path | None) -> None:
     """
     for path in local.glob("iter_*"):
         if path != newest:
-            with suppress(OSError):  # another rank was first
+            with suppress(OSError):  # another rank has removed it already
                 remove(path, ignore_errors=True)  # another rank may be removing the same files
 
 

@@ -51,7 +51,7 @@ class Manifest:
 
     iteration: int
     architecture: dict[str, Any]
-    """The model's description, compared before a load."""
+    """Description of the model, which a load compares with the model to load into."""
     extra: dict[str, Any]
     """The rest of the run's state, such as the consumed samples."""
     files: dict[str, tuple[int, str]]
@@ -80,7 +80,7 @@ def remove(folder: Path, *, ignore_errors: bool = False) -> None:
 
     The folder is renamed to a draft first: a kill then leaves a draft, not a broken checkpoint.
 
-    Raises OSError: the folder cannot be renamed or, unless ``ignore_errors``, removed.
+    Raises OSError if the folder cannot be renamed or, unless ``ignore_errors``, removed.
     """
     draft = folder.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")
     folder.rename(draft)
@@ -99,8 +99,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: str | Path) -> Manifest:
     """Read and verify the manifest of a checkpoint folder, not the files that it lists.
 
-    Raises CheckpointError: the manifest is missing, truncated, altered or of another format, or
-    lists a file outside its folder.
+    Raises CheckpointError if the manifest is missing, truncated, altered or of another format, or
+    if it lists a file outside its folder.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -138,7 +138,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     for name in manifest.files:
         if name in ("", ".", "..") or name != os.path.basename(name):
             raise CheckpointError(
-                f"{path} lists {name!r}, which is not a file of its folder; do not trust it"
+                f"{path} lists {name!r}, which is not a file of its folder; do not trust "
+                "this checkpoint"
             )
     return manifest
 

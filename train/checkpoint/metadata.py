@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from train.checkpoint.manifest import METADATA, CheckpointError, Manifest, is_count
 
-# What DCP puts into `.metadata` besides the dataclasses and enumerations of its metadata module;
-# each of these only holds data.
+# DCP also puts these into `.metadata`, besides the dataclasses and enumerations of its metadata
+# module; each of them only holds data.
 _DATA_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -32,8 +32,8 @@ _DATA_CLASSES = {
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     """Read DCP's table of tensors without executing code that it may contain.
 
-    Raises CheckpointError: the table is unreadable, asks for a class outside the list above, names
-    a file outside the manifest, or does not say where a tensor is.
+    Raises CheckpointError if the table is unreadable, asks for a class that is not for data, names
+    a file outside the manifest, has impossible sizes, or does not say where a tensor is.
     """
     path = folder / METADATA
     if METADATA not in manifest.files:

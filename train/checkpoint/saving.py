@@ -1,4 +1,4 @@
-"""When a run saves, which checkpoints stay, and which one it resumes from."""
+"""Decide when a run saves, which checkpoints it keeps, and which one it resumes from."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -54,13 +54,13 @@ def newest_checkpoint(
 
 @dataclass(kw_only=True)
 class Saves:
-    """The checkpoints of a run in two tiers: its shared folder, and the local one of each node."""
+    """Saves a run's checkpoints in two tiers: its shared folder, and a local one on each node."""
 
     config: CheckpointConfig
     say: Callable[[str], None]
     """Prints a line on the first rank."""
     _due_tiers: set[str] = field(default_factory=set, init=False)
-    """The tiers, shared or local, whose interval has come since the last save."""
+    """Tiers, "shared" or "local", whose interval has come since the last save."""
 
     def __post_init__(self) -> None:
         self._keeper = Keeper(last=self.config.keep_last, every=self.config.keep_every)
@@ -134,7 +134,7 @@ class Saves:
 
     @property
     def ready(self) -> bool:
-        """True if a save is under way whose next step only waits for the other ranks."""
+        """True if a save is under way and this rank has finished its current step."""
         return self._background.ready
 
     def agree(self, ready: int) -> None:

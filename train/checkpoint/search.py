@@ -66,8 +66,8 @@ def find_checkpoint(
             a pointer file that names another iteration, and each local checkpoint not used.
         local: this node's folder of the run's local checkpoints, used if they are newer and whole.
 
-    Raises CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting from
-    scratch would silently lose the run.
+    Raises CheckpointError if ``step`` is missing or broken, or if there are checkpoints but none is
+    whole: starting from scratch would silently lose the run.
     """
     directory = Path(directory)
     iterations = from_first(lambda: saved_iterations(directory))
@@ -150,7 +150,7 @@ def _local_checkpoints(directory: Path, local: Path) -> tuple[list[Path], list[P
 
 
 def _abandoned(directory: Path, times: dict[int, float]) -> set[int]:
-    """Return the iterations that a later start abandoned: it resumed from an earlier one.
+    """Return the iterations that a later start abandoned by resuming from an earlier one.
 
     Args:
         times: time in seconds at which each iteration's checkpoint was written.
@@ -241,7 +241,7 @@ class Keeper:
     """Also keep all checkpoints whose iteration is a multiple of this number."""
     report: Callable[[str], None] = to_stderr
     verified: set[Path] = field(default_factory=set)
-    """Checkpoints that this process has hashed: from then on only their sizes are compared."""
+    """Checkpoints that this process has hashed; later only their files' sizes are compared."""
 
     def prune(self, directory: Path) -> None:
         """Remove the checkpoints that are older than those to keep. Collective.
@@ -268,7 +268,7 @@ class Keeper:
         verified = from_first(lambda: folder in self.verified)
         problem = find_damage(folder, read=not verified)
         if problem:
-            from_first(lambda: self.report(f"not counted among those kept: {problem}"))
+            from_first(lambda: self.report(f"not counted as one to keep: {problem}"))
             return False
         self.verified.add(folder)
         return True

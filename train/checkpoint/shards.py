@@ -69,7 +69,7 @@ class Shards:
 
         Raises CheckpointError if memory is short.
         """
-        fix = "async_save copies it in memory first, which may be short; leave out --async-save"
+        fix = "async_save first copies it, and memory may be short; leave out --async-save"
         with _named_errors(folder, lambda: fix):
             for item in self._plans[self._rank].items:
                 source = self._planner.resolve_data(item).detach()
@@ -94,7 +94,10 @@ class Shards:
             return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """Write the table of all ranks' tensors, on the first rank. Raises CheckpointError."""
+        """Write the table of all ranks' tensors; call on the first rank.
+
+        Raises CheckpointError if the disk cannot be written to.
+        """
         assert self._writer is not None
         assert self._metadata is not None
         with disk_errors(Path(self._writer.path)):

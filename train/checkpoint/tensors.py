@@ -108,7 +108,7 @@ def spread_copies(model: Model, optimizer: torch.optim.Optimizer | None) -> None
 def read_shards(folder: Path, state: State, metadata: Metadata) -> None:
     """Read a checkpoint into the tensors of ``state``, however its writers sharded them.
 
-    Collective; raises CheckpointError on every rank.
+    Collective; raises CheckpointError on every rank if a tensor cannot be read.
     """
     try:
         with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dty
     """
 
     def find_surplus() -> set[str]:
-        """Check this rank's tensors; return those of the checkpoint that it does not have."""
+        """Check this rank's tensors; return the names in the checkpoint that it does not have."""
         problems = []
         names = set()
         for section, values in state.items():

@@ -23,7 +23,7 @@ from train.checkpoint.manifest import (
 
 
 class View(NamedTuple):
-    """A checkpoint folder as one rank sees it."""
+    """A checkpoint folder as one rank sees it, to compare the folders of all nodes."""
 
     host: str
     inode: int
@@ -31,7 +31,7 @@ class View(NamedTuple):
     problem: str
     """Description of what is wrong with the manifest; empty if it is intact."""
     digest: str
-    """Digest of the manifest."""
+    """Digest of the manifest, which must be the same on all ranks; empty if it is broken."""
     files: set[str]
 
 
@@ -94,7 +94,7 @@ def _view(folder: Path) -> View:
 
 
 def _host_suffixes(views: list[View]) -> list[str]:
-    """Return the end of each rank's messages: its host, if there are several hosts."""
+    """Return a suffix for each rank's messages that names its host if there are several hosts."""
     if len({view.host for view in views}) == 1:
         return [""] * len(views)
     return [f" (on {view.host})" for view in views]

@@ -29,7 +29,7 @@ NEEDS = (
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule, the kernels, and that each setting has the others that it needs.
+    """Check the schedule, the kernels, and that the settings that others need are set.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -95,7 +95,7 @@ def _check_needs(config: CommonConfig) -> None:
 
 
 def _check_compile(config: CommonConfig) -> None:
-    """Check that torch.compile works: nothing intercepts operators, a CPU has a C++ compiler."""
+    """Check that torch.compile can work: nothing inspects operators, a CPU has a C++ compiler."""
     policy = config.recompute
     setting = ""
     if policy.recompute_offload:

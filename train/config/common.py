@@ -24,7 +24,7 @@ from train.optimizers.config import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The size of an iteration, the number of iterations, and when the run validates or stops."""
+    """The size and number of iterations, and when the run validates or stops."""
 
     train_iters: int = 1000
     """Iterations (optimizer steps) of the whole run, including those before a resume."""
@@ -32,8 +32,8 @@ class LoopConfig:
     """Number of sequences (or samples) that go through the model at once, per data-parallel
     rank."""
     global_batch_size: int | None = None
-    """Number of sequences (or samples) per iteration over all processes, a multiple of
-    micro_batch_size x data-parallel size; that product by default. If it is larger, gradients
+    """Number of sequences (or samples) per iteration over all processes. It must be a multiple of
+    micro_batch_size x data-parallel size, which is the default; if it is larger, gradients
     accumulate over several micro-batches."""
     seed: int = 1234
     """Random seed of the initial weights and the order of the data; for a diffusion transformer
@@ -87,9 +87,10 @@ class DryRunConfig:
     """A dry run checks a run and predicts its memory and time, in one process without its data."""
 
     dry_run: bool = False
-    """Take no step: run each pipeline stage forward and backward once at full size without
-    allocating its memory, and print memory, bytes sent, the predicted time and the command that
-    starts the run; --cluster names the machines that the time is predicted for."""
+    """Check and predict the run instead of training. Each pipeline stage runs forward and backward
+    once at full size without allocating its memory; then memory, bytes sent, the predicted time
+    and the command that starts the run are printed. --cluster names the machines that the time is
+    predicted for."""
     world_size: int | None = None
     """Number of processes of the run that dry_run checks; by default the product of the mesh's
     sizes."""
@@ -112,14 +113,14 @@ class CommonConfig(ABC):
     """
 
     model: Any
-    """A ``DecoderConfig`` or ``DiTConfig``."""
+    """Settings of the model, a ``DecoderConfig`` or ``DiTConfig``."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: Any
-    """A ``DataConfig`` or ``LatentDataConfig``."""
+    """Settings of the data, a ``DataConfig`` or ``LatentDataConfig``."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     float8: Float8Config = field(default_factory=Float8Config)
@@ -133,7 +134,7 @@ class CommonConfig(ABC):
     """Fields that determine the order of the samples. Checkpoints record them, because the number
     of consumed samples is a position only in the same order."""
     OBJECTIVE = tuple[str, ...]()
-    """Fields that define the training objective; a resumed run must have the same."""
+    """Fields that define the training objective; a resumed run must have the same values."""
     NOTED = tuple[str, ...]()
     """Other fields of the entry that affect training; a resumed run that changes one prints a
     note."""
@@ -196,7 +197,7 @@ class CommonConfig(ABC):
     def updated(self, **values: Any) -> Self:
         """Return a copy of the configuration with these fields replaced, whatever their section.
 
-        Raises KeyError: no section has such a field.
+        Raises KeyError if no section has such a field.
         """
         section_of = {}
         for section in fields(self):
@@ -222,7 +223,7 @@ class CommonConfig(ABC):
         return self.updated(save=self.checkpoint.save or "RUN")
 
     def files(self) -> list[tuple[str, str]]:
-        """Return a pair for each data file: the field that names it, and its path."""
+        """Return (field, path) for each data file, with the field that names the file."""
         return [("data_path", path) for path in self.data.data_path]
 
     def contents(self) -> dict[str, str]:

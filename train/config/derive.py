@@ -20,8 +20,8 @@ from train.float8 import Float8Config
 
 CONFIG = "config.toml"
 IMPORTED = "imported_from"
-"""A key of a checkpoint's ``extra``: the model was imported from Hugging Face, not trained by a
-run."""
+"""Key of a checkpoint's ``extra``, set if the model was imported from Hugging Face, not trained by
+a run."""
 C = TypeVar("C", bound=CommonConfig)
 
 
@@ -142,7 +142,7 @@ def fitted(
             zigzag for one with a delta rule, and striped for any other.
         sizes: the mesh's sizes, one for each name in ``parallel.mesh.SIZES``.
 
-    Raises UserError: the sizes do not fit the processes or the model.
+    Raises UserError if the sizes do not fit the processes or the model.
     """
     pp, cp, tp = (sizes[name] for name in SIZES)
     context = config.context
@@ -184,8 +184,8 @@ def fitted(
 def config_as_trained(config: Config, extra: Mapping[str, Any]) -> Config:
     """Return a run's configuration with the rope length that its checkpoint was trained at.
 
-    ``extra`` is the checkpoint's. An imported model computes in bfloat16 on cuda, since flash
-    kernels do not support float32.
+    ``extra`` is the run's state in the checkpoint. The rope of an imported model stays as it is,
+    and it computes in bfloat16 on cuda, since flash kernels do not support float32.
     """
     if IMPORTED not in extra:
         return with_rope_length(config)

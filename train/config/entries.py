@@ -42,7 +42,7 @@ EARLIER_KEYS = """
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """The size of an iteration, the number of iterations, and when the run validates or stops."""
+    """The size and number of iterations, and when the run validates or stops."""
 
     seq_length: int = 1024
     """Number of tokens per sequence, before context parallelism shards it."""

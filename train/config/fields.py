@@ -37,7 +37,7 @@ class ConfigError(UserError):
 
 
 class Variants(NamedTuple):
-    """A section's classes, keyed by the value of its field ``name``; the first is the default."""
+    """Classes of a section, keyed by the value of the field ``name``; the first is the default."""
 
     section: str
     name: str
@@ -47,7 +47,7 @@ class Variants(NamedTuple):
 
     @property
     def default(self) -> str:
-        """The name of the class that is used if nothing chooses one."""
+        """The key of the class that is used if nothing chooses one."""
         return next(iter(self.classes))
 
 

@@ -34,7 +34,8 @@ from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
 Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
-"""Maps a configuration and the number of processes to the method and a line with the reason."""
+"""Maps a configuration and the number of processes to the context-parallel method, with a line that
+gives the reason."""
 Validate = Callable[[C, int], None]
 
 
@@ -42,12 +43,12 @@ class Planner(NamedTuple):
     """The planner's functions, passed in because this folder does not import the planner."""
 
     method: Method
-    """Chooses the method ``auto``."""
+    """Chooses the context-parallel method if it is "auto"."""
     settings: Sequence[Callable[..., Any]]
     """Functions that choose the other open settings, one after another, after the method."""
     mesh: Callable[[Any, int, int | None], tuple[Any, str]]
-    """Maps a configuration, a number of processes and the tokenizer's entries to the configuration
-    for these processes, and the reason."""
+    """Chooses a mesh: maps a configuration, a number of processes and the size of the tokenizer's
+    vocabulary to the configuration for these processes and the reason for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Final(Generic[C]):
     start: Start
     """The checkpoint or weights to start from, if any."""
     tokenizer: Any
-    """None if the data are not text."""
+    """The tokenizer of the data; None if the data are not text."""
 
 
 def validate_launch(config: C, validate: Validate[C]) -> None:
@@ -71,7 +72,7 @@ def validate_launch(config: C, validate: Validate[C]) -> None:
     With allow_resize the run's sizes may be for another number of processes, and ``finalize``
     validates it after the mesh is chosen.
 
-    Raises UserError: as ``validate``.
+    Raises UserError under the same conditions as ``validate``.
     """
     processes = launched_world_size()
     if config.mesh.allow_resize:
@@ -94,9 +95,9 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
     Collective over all processes; the process group must exist.
 
     Raises:
-        UserError: as the task's ``validate``; the tokenizer is missing; no mesh keeps the global
-            batch, or fits in memory; a choice cannot be made; or the checkpoint does not fit the
-            run.
+        UserError: the task's ``validate`` refuses the run; the tokenizer is missing; no mesh keeps
+            the global batch, or fits in memory; a choice cannot be made; or the checkpoint does not
+            fit the run.
     """
     with raise_together():
         tokenizer = task.load_tokenizer(requested)
@@ -132,7 +133,7 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
     the model's, or if a sequence is longer than rope supports. With balance_over dp_cp, the
     context-parallel ranks of the result include the data-parallel ones, as in the mesh.
 
-    Raises UserError: the vocabulary has too few entries for the mesh, or a choice cannot be made.
+    Raises UserError if the vocabulary has too few entries for the mesh, or a choice cannot be made.
     """
     notes: list[str | None] = []
     with raise_together():
@@ -195,8 +196,8 @@ def config_to_save(config: C, requested: C, world_size: int) -> C:
 
     That start may have another number of processes or another length, so every choice that depends
     on these is written as the user gave it. Flags that concern only this start are left out:
-    finetune, a load that only finetune takes, and the choice of the schedule, since checkpoints
-    have the resumed schedule.
+    finetune, a load that only finetune takes, and the flags that choose between two schedules,
+    since checkpoints have the resumed schedule.
     """
     sections: Any = {}
     for name in ("mesh", "train", "data_parallel", "recompute"):

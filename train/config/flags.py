@@ -181,7 +181,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
 
     for entry in redundant:
         if not entry.fits:
-            continue  # the flag is true of every configuration
+            continue  # the flag holds for every configuration
         field = config_fields(config).get(entry.field)
         value = value_of(config, field.name) if field else None
         if value not in entry.fits:

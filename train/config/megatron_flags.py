@@ -14,13 +14,13 @@ from runtime.errors import UserError
 APEX = Path(__file__).with_name("apex.txt")
 """File with one line per part of NVIDIA's apex: the part, then its replacement here."""
 TABLE = Path(__file__).with_suffix(".txt")
-"""File with one line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if
-it always holds (or holds with the named values of a field), `>` before the replacement, or `!`
-before the reason that there is none."""
+"""File with one line per flag: the flag, its values (N: any word; A|B: one of these), a verdict and
+a text. The verdict `=` means that the flag always holds here, or holds with the named values of a
+field; `>` comes before the replacement, and `!` before the reason that there is none."""
 
 
 class MegatronFlag(NamedTuple):
-    """The answer for a Megatron-LM flag; verdict `=` requires `field`, if any, to be in `fits`."""
+    """Answer for a Megatron-LM flag; verdict `=` requires `field`, if any, to be one of `fits`."""
 
     flag: str
     values: tuple[str, ...]

@@ -33,7 +33,7 @@ MADE_BY = "Made by `python -m train.config.pages`."
 
 
 def main() -> None:
-    """Write every page."""
+    """Write every generated page."""
     raw = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(
         "python -m train.config.pages", description=__doc__, formatter_class=raw

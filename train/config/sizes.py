@@ -54,8 +54,8 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     max_workers = max(64, 8 * (os.cpu_count() or 1))
     if workers > max_workers:
         raise ConfigError(
-            f"num_workers is {workers}, the processes that read ahead for each rank, but there are "
-            f"{os.cpu_count()} cores; set num_workers to {max_workers} at most"
+            f"num_workers (processes that read ahead for each rank) is {workers}, but there are "
+            f"only {os.cpu_count()} cores; set num_workers to {max_workers} at most"
         )
     _validate_bytes(config, world_size)
 
@@ -231,14 +231,17 @@ def _validate_delta_rule(config: Config) -> None:
         layout = method_of(method).layout(causal=True)
     if layout == "striped":
         raise ConfigError(
-            f"context_parallel_method is {method} in the layout striped, but model_type {family} "
-            "has layers with a delta rule, and these need consecutive tokens on each rank; use "
-            "zigzag, or exchange for packed documents"
+            f"context_parallel_method {method} uses the striped layout, but model_type {family} "
+            "has delta-rule layers, which need consecutive tokens on each rank; use "
+            "--context-parallel-method zigzag, or exchange for packed documents"
         )
 
 
 def _validate_linear_method(config: Config) -> None:
-    """Check that a method passes the states of linear attention, or gathers whole sequences."""
+    """Check that the context-parallel method supports linear attention.
+
+    It must hand states from rank to rank, or give ranks whole sequences.
+    """
     family = config.model.model_type
     context = config.context
     method = context.context_parallel_method

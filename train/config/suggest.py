@@ -15,6 +15,14 @@ ENTRIES: dict[str, type] = {}
 """Root class of each program, to recognise settings of another program; entries.py fills it."""
 
 
+def belongs_to(program: str) -> str:
+    """Return the end of an error message about a setting of another program.
+
+    Callers that try both programs recognise the error by it.
+    """
+    return f"it belongs to {program}"
+
+
 def suggestion(
     root: type, name: str, candidates: Collection[str], variant: str | None, section: str = ""
 ) -> str:
@@ -41,7 +49,7 @@ def suggestion(
             continue
         tables = fields_by_variant(other).values()
         if name in hints_of(other) or any(keys & table.keys() for table in tables):
-            return f"it belongs to {program}"
+            return belongs_to(program)
 
     if name.startswith("--"):
         return _similar_flag(root, name, candidates)

@@ -57,7 +57,7 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
 
 
 def with_implied(root: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values plus those that they imply, by the IMPLIES tables of their sections."""
+    """Return the values, and those that they imply according to their sections' IMPLIES tables."""
     implied: dict[str, Any] = {}
     for section in hints_of(root).values():
         for name, others in getattr(section, "IMPLIES", {}).items():

@@ -12,12 +12,12 @@ from data.loader import Batch
 class Objective(ABC):
     """Shards a batch over ranks and computes its loss, without knowing the training loop.
 
-    A loss is returned as a sum over this rank's tokens: the mean over all ranks needs the global
-    token count, which is known only when all ranks have their batches.
+    A loss is returned as a sum over this rank's tokens, because the mean over all ranks needs the
+    global token count, which is known only when all ranks have their batches.
     """
 
     loss_name: ClassVar[str]
-    """Field of a record with the training loss, one of ``train.callbacks.metrics.LOSSES``."""
+    """Name of the training loss in records, one of ``train.callbacks.metrics.LOSSES``."""
     unit: ClassVar[str]
     """Unit of the rate in progress lines; a record has it as ``UNIT_per_second``."""
 
@@ -35,7 +35,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the sum of a shard's losses, float32: a ``parallel.data.LossSum``."""
+        """Return the sum of a shard's losses, float32 (a ``parallel.data.LossSum`` function)."""
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a record's validation in one line."""
@@ -51,11 +51,11 @@ class Objective(ABC):
 
     @abstractmethod
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name of the first stage's input in a shard, and a meta tensor like it."""
+        """Return the key of the first stage's input in a shard, and a meta tensor of its shape."""
 
     @abstractmethod
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
-        """Map the parameters that several pipeline stages hold to those stages.
+        """Return the stages that hold each shared parameter, keyed by the parameter's name.
 
         ``part`` is any stage's part of the model, and ``stages`` the number of stages.
         """

@@ -17,17 +17,18 @@ from runtime.tensors import generator_of, to_device
 from train.objectives import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
-"""Prefixes of the modules that every pipeline stage has: stages exchange hidden states only."""
+"""Name prefixes of the parameters that every pipeline stage holds, because stages exchange only
+hidden states."""
 
 
 class Denoising(Objective):
     """Adds noise to a batch, shards it over the context-parallel ranks and sums the local loss.
 
     Noise, time and label dropout are drawn on the CPU for whole samples, from only the seed and the
-    sample's number: every mesh and every resumed run draws the same values.
+    sample's number, so every mesh and every resumed run draws the same values.
 
     With ``joined`` the samples of a micro-batch form one sequence ``[1, T, W]``, each sample a
-    document. A rank then holds patches of several samples, and times and weights are looked up per
+    document. A rank then holds patches of several samples, so times and weights are looked up per
     patch.
     """
 
@@ -119,7 +120,7 @@ class Denoising(Objective):
         return values if index is None else values[index]
 
     def _draw(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw one sample's label chance, uniform and normal for its time, and its noise."""
+        """Draw a sample's random values: label dropout, uniform and normal for its time, noise."""
         generator = generator_of(self._seed, f"noise of sample {sample}")
         chance, uniform = torch.rand(2, generator=generator)
         normal = torch.randn((), generator=generator)
@@ -158,7 +159,7 @@ class Denoising(Objective):
         return (loss * self._weights(local["valid"], self._is_patch_on_device)).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of patches, ``[B, T, W]`` or, joined, ``[1, T, W]``."""
+        """Return the key of patches and a meta tensor, ``[B, T, W]`` or, joined, ``[1, T, W]``."""
         num_sequences = micro_batch_size if self._sample_index is None else 1
         shape = (num_sequences, len(self._positions), self._model.patch_width)
         return "patches", torch.empty(shape, device="meta")

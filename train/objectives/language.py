@@ -24,7 +24,7 @@ from runtime.tensors import to_device
 from train.objectives import Objective
 
 PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "examples": 0}
-"""Padding values of the tensors in a batch."""
+"""Value that pads each tensor of a batch, keyed by the tensor's name."""
 
 
 class NextToken(Objective):
@@ -54,8 +54,8 @@ class NextToken(Objective):
             loss_chunk_size: number of tokens whose logits exist at once; 0 means all.
             reset_position_ids: positions count from 0 in each document.
             reset_attention_mask: tokens attend only inside their document.
-            prepare: called for each micro-batch with ``cp`` under its documents, to precompute the
-                layers' plans.
+            prepare: function called for each micro-batch, with ``cp`` for the micro-batch's
+                documents, to precompute the layers' plans.
         """
         self._cp = cp
         self._length = cp.plan.seq_len
@@ -66,7 +66,8 @@ class NextToken(Objective):
         self._prepare = prepare
         self.wrong: Tensor | None = None
         """Number of wrong tokens per example, int64 [N]; batches with ``examples`` add to it."""
-        # Padding takes the last position: a table of learned positions may end with the sequence.
+        # Padding takes the last position, since a table of learned positions may end with the
+        # sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
     def blank(self, micro_batch_size: int) -> Batch:
@@ -82,8 +83,8 @@ class NextToken(Objective):
 
         Padding has no loss. If documents have positions or attention of their own, the shard has
         ``positions`` [B, T] too. If tokens attend only inside their document, the joined samples
-        are ``[1, T]``, and ``plan``, int64 [1] on the CPU, is the number of the attention's plan in
-        ``PLANS``; the tensor keeps that plan alive.
+        are ``[1, T]``, and the shard has ``plan``, int64 [1] on the CPU: the number of the
+        attention's plan in ``PLANS``, which lives as long as this tensor.
         """
         cp = self._cp
         if self._reset_positions or self._reset_attention:
@@ -139,7 +140,7 @@ class NextToken(Objective):
         return model(local["tokens"], local.get("positions", self._positions), head, **mask)
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of tokens ``[B, T]``, or ``[1, T]`` if joined."""
+        """Return the key of tokens and a meta tensor, ``[B, T]`` or, if joined, ``[1, T]``."""
         num_sequences = 1 if self._reset_attention else micro_batch_size
         shape = (num_sequences, len(self._positions))
         return "tokens", torch.empty(shape, dtype=torch.int64, device="meta")
@@ -197,8 +198,8 @@ def count_wrong(
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
     """Return the corpus's unigram entropy (nats per token), to print next to a validation loss.
 
-    Empty for a blend, whose token frequencies depend on its weights, for conversations, in which
-    only some tokens are predicted, and for mock_data.
+    Empty for mock_data; for a blend, because its token frequencies depend on its weights; and for
+    conversations, because only some of their tokens are predicted.
     """
     if data.mock_data:
         return {}

@@ -25,8 +25,9 @@ class AdamSettings(OwnSettings):
     adam_eps: float = 1e-8
     """Adam's epsilon, added to the square root of the second moment."""
     optimizer_backend: Backend = "torch"
-    """Kernel that computes a step: torch's fused AdamW, or NVIDIA's apex, which must be built with
-    its CUDA extensions. Both write the same checkpoints, and a run can resume with either."""
+    """Kernel that computes a step: torch's fused AdamW, or that of NVIDIA's apex, which must be
+    built with its CUDA extensions. Both write the same checkpoints, so a run can resume with
+    either."""
 
     def __post_init__(self) -> None:
         require(self, self.adam_eps > 0, "adam_eps", "it must be above 0")
@@ -35,7 +36,7 @@ class AdamSettings(OwnSettings):
 
 
 class Adam(OptimizerSpec):
-    """AdamW by torch's fused kernel, also with moments in host memory, or by apex's."""
+    """AdamW with torch's fused kernel, for moments in host memory too, or with apex's kernel."""
 
     settings = AdamSettings
     free_settings = ("optimizer_backend",)
@@ -57,8 +58,8 @@ class Adam(OptimizerSpec):
             return
         if config.optimizer_cpu_offload:
             raise ConfigError(
-                "optimizer_backend is apex, but optimizer_cpu_offload is set, and moments in host "
-                "memory need torch's kernel; leave out --optimizer-backend or "
+                "optimizer_backend is apex, but optimizer_cpu_offload is set, and only torch's "
+                "kernel supports moments in host memory; leave out --optimizer-backend or "
                 "--optimizer-cpu-offload"
             )
         if device_type == "cpu" and not apex.EMULATED:

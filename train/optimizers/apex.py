@@ -3,9 +3,9 @@
 ``apex.optimizers.FusedAdam`` takes parameters by their addresses, which a DTensor does not have,
 and counts the steps of a whole group. So its kernel, ``multi_tensor_adam``, is called here over
 each rank's shards, and every parameter has the same state as in torch's AdamW, so that checkpoints
-are the same. Weights differ from torch's kernel in the last bits: apex adds the decay to the update
-before it subtracts both from the weight, and corrects the moments in float32. No other module
-imports apex.
+are the same. Weights differ in the last bits from those of torch's kernel, because apex adds the
+decay to the update before it subtracts both from the weight, and corrects the moments in float32.
+No other module imports apex.
 """
 
 from collections import defaultdict
@@ -20,9 +20,9 @@ from parallel.data import to_local
 from runtime.errors import UserError
 
 ADAM_W = 1
-"""The kernel's mode of decoupled weight decay; 0 is L2 regularisation."""
+"""Kernel argument that selects decoupled weight decay; 0 would be L2 regularisation."""
 BIAS_CORRECTION = 1
-"""The kernel corrects the moments for their start at zero."""
+"""Kernel argument that makes it correct the moments for their start at zero."""
 EMULATED = False
 """True if the kernel is an emulation on a CPU, as in tests."""
 FIX = (
@@ -35,9 +35,8 @@ FIX = (
 def apex_kernel() -> Callable[..., None]:
     """Return the kernel, a function of (no-op flag, [gradients, weights, moments, squares], ...).
 
-    Raises:
-        UserError: apex is not installed, is another package of that name, lacks its CUDA
-            extensions, or was built for another torch.
+    Raises UserError if apex is not installed, is another package of that name, lacks its CUDA
+    extensions, or was built for another torch.
     """
     try:
         import amp_C
@@ -53,7 +52,7 @@ def apex_kernel() -> Callable[..., None]:
 
 
 class ApexAdamW(torch.optim.AdamW):
-    """AdamW with apex's kernel; step counts are in host memory, to be read without a wait."""
+    """AdamW with apex's kernel; step counts are in host memory, so reading them needs no wait."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -64,7 +63,7 @@ class ApexAdamW(torch.optim.AdamW):
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; unlike AdamW's, it takes no closure."""
         for group in self.param_groups:
-            # One launch takes parameters of the same step count.
+            # One launch takes only parameters with equal step counts.
             launches = defaultdict[int, list[tuple[Tensor, ...]]](list)
             for p in group["params"]:
                 if p.grad is None:

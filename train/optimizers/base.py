@@ -31,11 +31,11 @@ class OptimizerSpec(ABC):
     """
 
     settings: type[OwnSettings]
-    """The optimizer's own settings; those of all optimizers are flags of one command line."""
+    """Dataclass of the optimizer's own settings; a command line has the flags of all optimizers."""
     free_settings: tuple[str, ...] = ()
     """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]
-    """Names of its float32 state tensors, each like a parameter, in torch and in checkpoints."""
+    """Names, in torch and in checkpoints, of its float32 state tensors of a parameter's shape."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
     whole_matrices: bool = False
@@ -67,7 +67,8 @@ class OptimizerSpec(ABC):
     def groups(self, config: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Group]:
         """Return the groups of the trained parameters.
 
-        By default only matrices decay: shrinking a norm's weight or a bias regularises nothing.
+        By default only matrices decay, because shrinking a norm's weight or a bias regularises
+        nothing.
         """
         matrices = [parameter for _, parameter in parameters if parameter.ndim >= 2]
         vectors = [parameter for _, parameter in parameters if parameter.ndim < 2]
@@ -80,7 +81,7 @@ class OptimizerSpec(ABC):
         """Refuse settings that contradict each other or the run.
 
         Args:
-            sharded: ranks hold shards of the weights, or update shards of them.
+            sharded: True if ranks hold only shards of the weights, or update only shards.
 
         Raises:
             ConfigError: names the settings and the fix.
@@ -88,7 +89,7 @@ class OptimizerSpec(ABC):
         if self.whole_matrices and sharded:
             raise ConfigError(
                 f"optimizer is {config.optimizer}, but its step needs whole matrices, and the "
-                "ranks have shards; give --data-parallel-sharding-strategy ddp and "
+                "ranks have only shards; give --data-parallel-sharding-strategy ddp and "
                 "--tensor-model-parallel-size 1"
             )
         if not config.optimizer_cpu_offload:
@@ -100,9 +101,9 @@ class OptimizerSpec(ABC):
             )
         if device_type == "cpu":
             raise ConfigError(
-                "optimizer_cpu_offload is set, but device is cpu: the optimizer's state is in host "
-                "memory already; leave out --optimizer-cpu-offload, or use --device cuda"
+                "optimizer_cpu_offload is set, but device is cpu, so the optimizer's state is in "
+                "host memory anyway; leave out --optimizer-cpu-offload, or use --device cuda"
             )
 
     def require_available(self, config: Any) -> None:  # noqa: B027
-        """Raise UserError, with the reason and the fix, if the step's kernel is not installed."""
+        """Raise UserError, with the reason and the fix, if the optimizer's kernel is missing."""

@@ -30,11 +30,11 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     clip_grad: float = 1.0
-    """Maximum global norm of the gradients, which are scaled down to it; 0 disables clipping."""
+    """Maximum global norm of the gradients; larger ones are scaled down. 0 disables clipping."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer's state, 8 bytes per parameter for Adam, in host memory. A step copies it
-    to the device and back in pieces, which takes time but does not change
-    the result (docs/concepts/memory.md)."""
+    to the device and back in pieces, which takes time but does not change the result
+    (docs/concepts/memory.md)."""
 
     def __post_init__(self) -> None:
         ScheduleConfig.__post_init__(self)
@@ -68,7 +68,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trained parameters in ``parts``, this rank's parts of the model.
 
-    ``portable`` leaves out kernels that may be missing on the machine of a rehearsal.
+    ``portable`` avoids kernels that may be missing on the machine of a rehearsal (a simulated run).
     """
     parameters: list[tuple[str, nn.Parameter]] = []
     for part in parts:

@@ -25,8 +25,8 @@ from runtime.simulation import allocates
 PIECE = 1 << 24
 """Number of elements of a parameter that are updated at once.
 
-Two moments of two pieces take 256 MiB on the device in float32, and the copy of one is 64 MiB,
-large enough for a bus to reach its full rate.
+Both moments of two pieces take 256 MiB on the device in float32. One copy moves one moment of a
+piece, 64 MiB, which is large enough for a bus to reach its full rate.
 """
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,10 +45,10 @@ class ParameterPiece(NamedTuple):
 
 
 class HostAdamW(torch.optim.AdamW):
-    """A fused AdamW with its moments in host memory, pinned for a GPU; equal to torch's to the bit.
+    """A fused AdamW with its moments in host memory; its results equal torch's to the bit.
 
-    A step moves 8 bytes each way for every parameter of this rank, and takes as long as the slower
-    direction.
+    For a GPU the memory is pinned. A step moves 8 bytes each way for every parameter of this rank,
+    and takes as long as the slower direction.
     """
 
     _copies: HostCopies | None = None
@@ -97,7 +97,7 @@ class HostAdamW(torch.optim.AdamW):
             buffers.append(
                 [torch.empty(largest, dtype=torch.uint8, device=device) for _ in MOMENTS]
             )
-        # The events after which the buffers may be written to.
+        # The event after which each pair of buffers may be overwritten.
         free: list[Any] = [compute.record_event(), None]
 
         def copy_in(number: int) -> tuple[list[Tensor], Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from train.checkpoint.manifest import CheckpointError
 
 ADAPTED = "lora_"
-"""Prefix of the settings of adapters."""
+"""Prefix of adapter settings."""
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
 """Prefixes of settings that finetuning may change, because no base weight depends on them."""
 
@@ -50,8 +50,8 @@ def check_adapters(
     if before and before != after:
         raise CheckpointError(
             f"{path} has adapters with {_listed(before)}, but this run has {_listed(after)}; "
-            "give the same settings, or merge the adapters by an export and import the result "
-            "(tools.convert_hf)"
+            "give the same settings, or merge the adapters: export the checkpoint with "
+            "tools.convert_hf and import the result"
         )
 
 

@@ -23,8 +23,8 @@ def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
         reduced = getattr(schedule, name)
         if value is not None and reduced < value:
             notes.append(
-                f"note: {name} is {value}, too many for train_iters {train_iters}: "
-                f"this run uses {reduced}; --{name.replace('_', '-')} N sets another value"
+                f"note: {name} is {value}, too many for train_iters {train_iters}, "
+                f"so this run uses {reduced}; --{name.replace('_', '-')} N sets another value"
             )
     return notes
 
@@ -34,16 +34,17 @@ def choose_schedule(
 ) -> tuple[OptimizerConfig, str | None]:
     """Choose the schedule of a resumed run; return the optimizer's settings and a note.
 
-    If only train_iters changed, the checkpoint's schedule is kept, so that the learning rate of a
-    longer run has no jump, unless that schedule reaches 0 before the run ends. If any other setting
-    of the schedule changed, the configuration's is used. Two flags of OptimizerConfig override both
-    rules. Raises CheckpointError: the checkpoint's schedule is not valid.
+    If only train_iters changed, the checkpoint's schedule is kept, so that the learning rate does
+    not jump; but not if this schedule reaches 0 before the longer run ends. If any other setting of
+    the schedule changed, the configuration's is used. Both rules are overridden by
+    override_opt_param_scheduler (the configuration's) and use_checkpoint_opt_param_scheduler (the
+    checkpoint's). Raises CheckpointError if the checkpoint's schedule is not valid.
     """
     configured = schedule_of(optimizer, train_iters)
     saved = _saved_schedule(optimizer, configured, path, extra)
     if saved is None:
         if optimizer.use_checkpoint_opt_param_scheduler:
-            note = f"note: {path} has no schedule: this configuration's is used"
+            note = f"note: {path} has no schedule, so this configuration's is used"
             return optimizer, note
         return optimizer, None
 
@@ -51,7 +52,7 @@ def choose_schedule(
     if differing_iteration is None:
         return optimizer, None
 
-    # In a longer run of the same configuration, the old length gives the saved schedule.
+    # If only the length has changed, this configuration with the old length has the saved schedule.
     is_longer_run = schedule_of(optimizer, saved.lr_decay_iters or train_iters) == saved
     keeps_saved = (
         is_longer_run and saved.rate(train_iters) > 0 and not optimizer.override_opt_param_scheduler
@@ -65,7 +66,7 @@ def _first_difference(
 ) -> int | None:
     """Return the first remaining iteration with a different learning rate; None if there is none.
 
-    It compares at most 100,000 of the remaining iterations, evenly spaced if there are more.
+    Compares all remaining iterations, or 100,000 evenly spaced ones if there are more.
     """
     if saved == configured:
         return None
@@ -93,7 +94,9 @@ def _choice_note(saved: Schedule, configured: Schedule, iteration: int, keeps_sa
         "this configuration's is taken; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
     )
     if keeps_saved:
-        choice = "the checkpoint's is kept; --override-opt-param-scheduler takes the other"
+        choice = (
+            "the checkpoint's is kept; --override-opt-param-scheduler takes this configuration's"
+        )
 
     saved_rate = saved.rate(iteration)
     configured_rate = configured.rate(iteration)

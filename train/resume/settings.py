@@ -20,8 +20,8 @@ AVERAGED = "ema_decay"
 def checkpoint_extra(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
     """Return the run's configuration and files as JSON values, to record in its checkpoints.
 
-    ``find_start`` reads them. ``contents`` is the value of ``config.contents()`` when the run
-    began.
+    ``find_start`` reads them when a run resumes. ``contents`` is the value of ``config.contents()``
+    when the run began.
     """
     return {
         "sample_order": config.named(config.SAMPLE_ORDER),
@@ -90,7 +90,7 @@ def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple
 def check_allowed(path: Path, changed_lines: Mapping[str, str], allowed: Sequence[str]) -> None:
     """Raise CheckpointError for changes that ``allowed`` does not name.
 
-    The micro-batch size may always change: only the order of sums depends on it.
+    The micro-batch size may always change, because only the order of sums depends on it.
     """
     free = {*allowed, MICRO}
     if "all" in free:
@@ -98,7 +98,7 @@ def check_allowed(path: Path, changed_lines: Mapping[str, str], allowed: Sequenc
     refused = []
     settings_to_allow = []
     for name in changed_lines:
-        setting = name.split()[0]  # a file's name follows its setting
+        setting = name.split()[0]  # keys of files are "setting path", such as "data_path my_prefix"
         if setting not in free:
             refused.append(name)
             settings_to_allow.append(setting)

@@ -31,8 +31,8 @@ from train.resume.settings import AVERAGED, changes, check_allowed
 class Start:
     """Start of a run: resumed, finetuned from weights, or from scratch.
 
-    `find_start` needs only the configuration and a manifest to decide it, so that contradictions
-    are refused before data, model and optimizer are built, which takes time and memory. `load` is
+    `find_start` needs only the configuration and a manifest to choose it, so contradictions are
+    refused before data, model and optimizer are built, which takes time and memory. `load` is
     called once they exist.
     """
 
@@ -57,7 +57,8 @@ class Start:
     ) -> None:
         """Load the weights or state from ``path``, and print notes on changed settings; collective.
 
-        Raises UserError: the files are broken, of another architecture, or of an unsupported model.
+        Raises UserError if the files are broken, or are of another architecture or an unsupported
+        model.
         """
         notes = list(self.notes)
         if self.path is not None:
@@ -120,14 +121,14 @@ def find_start(
     """Find the checkpoint of ``--load``, and check that the run can start from it; collective.
 
     Without a checkpoint the run starts from scratch. With ``--finetune`` only the weights are
-    loaded, and rope and windows may differ from the training: no weight's shape depends on them.
-    Such a run may also add adapters to a checkpoint without any. The weights of ``hf:FOLDER`` are
-    read directly, without a checkpoint in between.
+    loaded, and rope and windows may differ from those of the checkpoint, because no weight's shape
+    depends on them. Such a run may also add adapters to a checkpoint without any. The weights of
+    ``hf:FOLDER`` are read directly, without a checkpoint in between.
 
     Args:
         checkpoint: settings of the checkpoint to load; by default the configuration's.
 
-    Raises UserError: the checkpoint is broken, was trained for another objective, or is missing
+    Raises UserError if the checkpoint is broken, was trained for another objective, or is missing
     but required.
     """
     checkpoint = checkpoint or config.checkpoint
@@ -190,7 +191,7 @@ def _resumed(
 def _note_without_checkpoint(checkpoint: CheckpointConfig, architecture: dict[str, Any]) -> str:
     """Return the note that the run starts from scratch.
 
-    Raises CheckpointError: a setting requires a checkpoint.
+    Raises CheckpointError if a setting requires a checkpoint.
     """
     requires_checkpoint = {
         "finetune": checkpoint.finetune,
@@ -221,7 +222,8 @@ def _check_objective(path: Path, extra: Mapping[str, Any], config: CommonConfig)
 def _check_optimizer(path: Path, extra: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError if a checkpoint has the state of a different optimizer.
 
-    Imported weights have no state; runs from before the optimizer could be chosen used adam.
+    Imported weights have no state. Checkpoints from before the optimizer could be chosen do not
+    name it; they were trained with adam.
     """
     if "settings" not in extra:
         return
@@ -236,7 +238,7 @@ def _check_optimizer(path: Path, extra: Mapping[str, Any], name: str) -> None:
 def progress_of(path: Path, extra: dict[str, Any]) -> RunProgress:
     """Read a checkpoint's progress.
 
-    Raises CheckpointError: its manifest has values that no run writes.
+    Raises CheckpointError if its manifest has values that no run writes.
     """
     problem = _problem_of(extra, int(path.name.removeprefix("iter_")))
     if problem:
@@ -247,7 +249,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> RunProgress:
 
 
 def _problem_of(extra: dict[str, Any], iteration: int) -> str:
-    """Return a problem of the values that a run wrote to its manifest; empty if there is none."""
+    """Return what is wrong with the values of a run in its manifest; empty if nothing is."""
     progress: Any = extra.get("progress")
     problem = ""
     if not isinstance(progress, dict) or not progress:
@@ -272,11 +274,13 @@ def _problem_of(extra: dict[str, Any], iteration: int) -> str:
 def _notes_on_averages(before: float | None, ema: Ema | None) -> list[str]:
     """Return notes on the EMA of the weights, given its decay in the checkpoint."""
     if before is None and ema is not None:
-        return ["note: the checkpoint has no averages of the weights; they start from its weights"]
+        return [
+            "note: the checkpoint has no averages of the weights, so they start from its weights"
+        ]
     if before is not None and ema is None:
         return [
-            f"note: the checkpoint's averages of the weights are dropped: ema_decay was {before} "
-            f"and is not set; give --ema-decay {before} to keep them"
+            "note: the checkpoint's averages of the weights are dropped, because ema_decay was "
+            f"{before} and is not set now; give --ema-decay {before} to keep them"
         ]
     if ema is not None and before != ema.decay:
         keeps = spelled("ema_decay", before)

@@ -53,14 +53,14 @@ class LanguageTask(Task[Config]):
     def load_tokenizer(config: Config) -> Tokenizer | MockTokenizer:
         """Load the data's tokenizer; for mock_data return a mock one of vocab_size entries.
 
-        Raises DataError: the tokenizer is missing.
+        Raises DataError if the tokenizer is missing.
         """
         if config.data.mock_data:
             return MockTokenizer(config.model.vocabulary)
         return load_tokenizer(str(config.data.tokenizer_model))
 
     def build_model(self) -> nn.Module:
-        """Build the whole model; with bf16, weights frozen under adapters are in 16 bits."""
+        """Build the whole model; with bf16, the weights that adapters freeze are in 16 bits."""
         model = build_model(self.config.model, self._attend)
         if self.config.model.lora_rank is not None and self.config.train.bf16:
             # No update is added to frozen weights, so 16 bits lose nothing.

@@ -31,7 +31,7 @@ class Data:
 
     train: Samples
     valid: Samples | None
-    """None if the run makes no validations."""
+    """Validation samples; None if the run makes no validations."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
     curve: Curve | None = None
@@ -41,8 +41,8 @@ class Data:
 class Task(ABC, Generic[C]):
     """The model, the objective and the data of a run.
 
-    The trainer, the planner's rehearsals and the parity tool all build from it. Its constructor
-    joins process groups, but allocates no weights: `build_parts` does.
+    The trainer, the planner's rehearsals and the parity tool all build from it. The constructor
+    creates process groups, but no weights: `build_parts` allocates these.
     """
 
     entry: ClassVar[str]
@@ -77,7 +77,10 @@ class Task(ABC, Generic[C]):
     @staticmethod
     @abstractmethod
     def validate(config: Any, world_size: int) -> None:
-        """Check the sections against each other; raise UserError for the first contradiction."""
+        """Check a configuration's sections against each other.
+
+        Raises UserError for the first contradiction.
+        """
 
     @staticmethod
     def load_tokenizer(config: Any) -> Any:
@@ -94,7 +97,7 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def load_data(self, tokenizer: Any) -> Data:
-        """Open the data; collective. Raises UserError: they are missing or do not fit the run."""
+        """Open the data; collective. Raises UserError if they are missing or do not fit the run."""
 
     @abstractmethod
     def flops_per_token(self, length: int) -> float:
@@ -105,7 +108,7 @@ class Task(ABC, Generic[C]):
         """Describe the run in one line: the model, the mesh and the data."""
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
-        """Return a function to call on all ranks after each validation, given the iteration."""
+        """Return a function of the iteration to call on all ranks after a validation, or None."""
         return None
 
     def build_parts(self, *, initialize: bool = True) -> list[Any]:
@@ -119,7 +122,8 @@ class Task(ABC, Generic[C]):
     def build_runner(self, parts: Sequence[Any], micro_batches: int | None = None) -> Runner:
         """Build the runner that takes a step's micro-batches through ``parts``; collective.
 
-        ``micro_batches`` is their number on this rank, by default the configuration's.
+        ``micro_batches`` is the number of micro-batches per step on this rank, by default the
+        configuration's.
         """
         mesh = self.mesh
         objective = self.objective
@@ -134,12 +138,12 @@ class Task(ABC, Generic[C]):
         virtual_stages = pipeline.num_virtual_stages_per_pipeline_rank
         if is_first() and schedule == "Interleaved1F1B" and virtual_stages == 1:
             print(
-                f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves "
-                "nothing: it is 1F1B; "
-                "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
+                f"note: pipeline_schedule {schedule} with 1 virtual stage per process is the same "
+                "as 1F1B, because there is nothing to interleave; "
+                "--num-virtual-stages-per-pipeline-rank 2 shortens the pipeline bubbles",
                 flush=True,
             )
-        # Imported here: it takes a second, because of torch.compile.
+        # Imported here, because the import takes a second, due to torch.compile.
         from parallel.pipeline.schedule import PipelineRunner
 
         return PipelineRunner(

@@ -2,10 +2,11 @@
 
 A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without S
 (kernels/delta/rule.py). So a segment that continues a document is computed before S arrives, by a
-wider scan: one product remains, and U + M S is sent on at once, or the map itself was sent earlier
-(segments.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only segments
-in the middle of a document need the wider scan: a segment that begins a document knows its state,
-and one that ends a document is computed last, unless it has most of its rank's tokens.
+wider scan. When S arrives only one matmul remains, and U + M S is sent on at once, unless the map
+itself was sent earlier (segments.py). The gradient of S is M^T dS' + Q^T dout, passed back along
+the chain. Only segments in the middle of a document need the wider scan: a segment that begins a
+document knows its state, and one that ends a document is computed last, unless it has most of its
+rank's tokens.
 
 Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (float64 for
 float64).
@@ -36,7 +37,8 @@ from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles, accum_dtype
 
 MAX_WAVES = 4
-"""Maximum number of head groups that take turns."""
+"""Maximum number of head groups that take turns: the states of one travel while another computes.
+"""
 
 SavedParts = dict[ScanPart, list[Tensor]]
 """Tensors that each part's backward needs: its states and, for an eager part, Q and M."""
@@ -49,9 +51,10 @@ class Wave(NamedTuple):
     inputs: Tensors
     """q, k, v, g and beta of the group's heads."""
     outputs: Tensors
-    """The group's heads of out; in a backward pass, of dout and of the inputs' gradients."""
+    """The group's heads of out or, in a backward pass, of dout and of the inputs' gradients."""
     posted: list[Arrival]
-    """Receives that were posted before the only round; empty if there are none."""
+    """Receives that were posted before the first wave, so that states arrive while earlier waves
+    compute; empty if there are none."""
 
 
 @dataclass(eq=False)
@@ -79,9 +82,9 @@ class DeltaExecutor:
         """Split inputs and outputs ``[B, T, heads, ..]`` into groups of heads that take turns.
 
         If each document that ranks share ends on the second of two ranks, only the first group
-        computes such an end eagerly: the states of the other groups arrive meanwhile, in buffers
-        that are posted at the start. On a GPU all heads are one group, since smaller groups would
-        not fill it.
+        computes such an end eagerly (before its state arrives). The states of the other groups
+        arrive meanwhile, in buffers that are posted at the start. On a GPU all heads are one group,
+        since smaller groups would not fill it.
         """
         groups = _num_groups(plan, inputs[0])
         num_inputs = len(inputs)
@@ -171,7 +174,7 @@ class DeltaExecutor:
         groups = _num_groups(plan, k)
 
         for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
-            # In the flat saved tensor, the head groups follow each other.
+            # The flat saved tensor has one head group after the other.
             group_parts = parts(plan, self.rank, waits=number > 0)
             saved_parts, saved = _unpacked(group_parts, saved, *heads)
             for part, (states, *_) in saved_parts.items():

@@ -48,8 +48,8 @@ class DeltaAttention:
             ``[B, T_local, H, E]`` in v's dtype, zero in padding.
 
         Raises:
-            ContextError: the layout is striped, or the mask full or a window; shapes, dtypes or
-                heads do not fit.
+            ContextError: the layout is striped; the mask is full or has a window; or shapes, dtypes
+                or heads do not fit.
         """
         plan = self._checked(q, k, v, g, beta, mask)
         out, _ = delta_attention(self._executor, q, k, v, g, beta, plan)
@@ -93,7 +93,7 @@ class DeltaAttention:
             ``[B, T_local, C]`` in x's dtype, zero in padding.
 
         Raises:
-            ContextError: as ``attend``.
+            ContextError: for the same reasons as ``attend``.
         """
         self._check_length("convolve", "x", x)
         try:

@@ -2,8 +2,9 @@
 
 A segment that continues a document needs these rows, its halo. They travel while every rank
 convolves its own rows; then the segment's first outputs are computed again with the halo, to the
-same bits as in one process. The backward first sends the halo's gradient to its owners. Shapes: x
-``[B, T, C]``, weight ``[C, K]``, T local positions; a halo has K - 1 rows.
+same bits as in one process. The backward pass first sends the halo's gradient to the halo's owners,
+since they wait for it. Shapes: x ``[B, T, C]``, weight ``[C, K]``, T local positions; a halo has
+K - 1 rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class HaloRows(NamedTuple):
 
     peer: int
     rows: slice
-    """Local token indices, or row indices among all halos of the rank."""
+    """Local indices of tokens that others read, or indices of rows among all halos of this rank."""
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +51,8 @@ class Halo(NamedTuple):
 def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
     """Return each rank's part in the exchange, if a token reads ``reach`` tokens before itself.
 
-    Raises as ``chains``. A halo has several owners if the segments before it are shorter.
+    A halo has several owners if the segment before it is shorter than the halo. Raises the errors
+    of ``chains``.
     """
     continued: list[list[Segment]] = [[] for _ in range(plan.size)]
     sends: list[list[HaloRows]] = [[] for _ in range(plan.size)]

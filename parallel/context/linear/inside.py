@@ -49,7 +49,8 @@ class InsideAttention:
     ) -> Callable[[Tensor], Tensor]:
         """Start gathering k and v, see ``SoftmaxAttention``; return the function q -> attention.
 
-        If the layouts differ, nothing starts before q is ready: one exchange moves all three.
+        If the layouts differ, nothing starts before q is ready, because one exchange moves q, k and
+        v.
         """
         if self._relayout is None:
             inner_mask = None if mask is None else self.inner_handle(mask)

@@ -44,9 +44,10 @@ def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
             f"{target.padded_len} positions over {target.size} ranks; make the first plan with "
             f"multiple={target.local_len}, the local length of the second"
         )
-    # Positions of a rank ascend, so both sides order the tokens between two ranks equally.
-    destination = _owners(target)[source.positions(rank)]  # of the tokens held before the exchange
-    origin = _owners(source)[target.positions(rank)]  # of the tokens held afterwards
+    # Positions of a rank ascend, so sender and receiver list the tokens that one sends to the other
+    # in the same order.
+    destination = _owners(target)[source.positions(rank)]  # new owner of each token held before
+    origin = _owners(source)[target.positions(rank)]  # old owner of each token held afterwards
     return TokenRoute(
         order=torch.from_numpy(np.argsort(destination, kind="stable")),
         sends=tuple(np.bincount(destination, minlength=source.size).tolist()),
@@ -65,7 +66,7 @@ def _owners(geometry: Geometry) -> np.ndarray:
 
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
-    """Return the maximum number of tokens that a rank sends to others; it receives as many."""
+    """Return the largest number of tokens that a rank sends to others; it receives as many."""
     max_tokens = 0
     for rank in range(source.size):
         stationary = token_route(source, target, rank).sends[rank]
@@ -77,7 +78,7 @@ class Relayout:
     """Exchange of one rank's tokens between two layouts of the same ranks."""
 
     def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
-        """Set up both directions; ``transport``, of either geometry, also counts the bytes."""
+        """Set up both directions; ``transport``, of either geometry, moves and counts the bytes."""
         self.transport = transport
         self._routes = (
             token_route(outside, inside, transport.rank),

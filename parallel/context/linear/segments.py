@@ -62,7 +62,7 @@ class Segment(NamedTuple):
         return slice(self.offset, self.offset + self.length)
 
     def last(self, count: int) -> slice:
-        """Return the local indices of its last ``count`` tokens."""
+        """Return the local indices of the segment's last ``count`` tokens."""
         return slice(self.offset + self.length - count, self.offset + self.length)
 
 
@@ -121,7 +121,7 @@ def chains(plan: Plan) -> tuple[Chain, ...]:
 
 @lru_cache(maxsize=64)
 def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
-    """Return the segments of each rank, in order of position; raises as ``chains``."""
+    """Return the segments of each rank, in order of position; raises the errors of ``chains``."""
     by_rank: list[list[Segment]] = [[] for _ in range(plan.size)]
     for chain in chains(plan):
         for segment in chain:
@@ -165,7 +165,7 @@ class ScanPart(NamedTuple):
 
     @property
     def link(self) -> Segment:
-        """The only segment, if a state enters or leaves the part."""
+        """Segment through which a state enters or leaves the part; such a part has no other."""
         return self.segments[0]
 
     def of(self, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class StateMessage(NamedTuple):
     source: Segment
     target: Segment
     state: bool
-    """True if these segments begin the document, so that the message is U alone."""
+    """True if these segments begin the document; the message is then U alone, a state."""
 
     @property
     def peer(self) -> int:
@@ -264,7 +264,7 @@ def _chain(chain: Chain) -> Iterator[list[StateMessage]]:
 
 
 def _tree(chain: Chain) -> Iterator[list[StateMessage]]:
-    covered = 0  # number of segments directly before each segment whose map it already has
+    covered = 0  # each segment already has the map of this many segments before it
     while covered < len(chain) - 1:
         messages = []
         for index, target in enumerate(chain[covered + 1 :]):
@@ -298,12 +298,12 @@ def rounds(
 ) -> tuple[StateRound, ...]:
     """Return the rounds of a forward or backward (``gradient``), for all ranks and documents.
 
-    ``schedule`` is by default that of ``schedule_of``. Between two ranks, messages go in this
-    order. A segment receives at most one message per round; each covers segments before those of
-    its earlier messages (for gradients, after them).
+    ``schedule`` is by default that of ``schedule_of``. Two ranks exchange the messages of a round
+    in the order of this list. A segment receives at most one message per round; each message covers
+    the segments before those of the previous message (for gradients, the segments after them).
 
     Raises:
-        ContextError: as ``chains``.
+        ContextError: for the same reasons as ``chains``.
     """
     all_rounds: list[list[StateMessage]] = []
     chain_rounds = SCHEDULES[schedule or schedule_of(plan)]

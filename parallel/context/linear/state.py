@@ -1,10 +1,10 @@
 """Executor of methods that pass states on: linear attention over several ranks.
 
-A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one
-matrix product while the state is in transit. The backward reuses that state, so that dq needs no
-other rank; the state's gradient goes the other way. States and sums are in float32 (float64 for
-float64 inputs) and are cast once at the end. No check reads the states, since it would have to wait
-for the GPU: an overflow shows in every rank's gradient norm.
+A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes everything
+but one matmul while the state is in transit. The backward pass reuses the state that came in, so dq
+needs no other rank; the state's gradient travels in the other direction. States and sums are in
+float32 (float64 for float64 inputs) and are cast once at the end. States are not checked, since the
+check would have to wait for the GPU; an overflow shows in every rank's gradient norm instead.
 
 A rank's tokens are one or several stretches of consecutive tokens (``Passage``), numbered by slots.
 Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``,
@@ -146,16 +146,16 @@ class StateExecutor:
         """Compute this rank's stretches while the first state is in transit.
 
         Every stretch is computed as if no state came in, and corrected when the state S arrives:
-        out += Q S for the tokens that see it. So a rank waits only for one matrix product of the
-        rank before it, not for that rank's scan.
+        out += Q S for the tokens that see it. So a rank waits only for one matmul of the rank
+        before it, not for that rank's scan.
 
         Args:
             plan: the plan, for its documents.
-            like: a tensor like a state.
+            like: a tensor with a state's shape and dtype.
             log_decay: log of each head's decay.
             intra: computes a stretch without its incoming state, and returns the state after it,
                 from zero.
-            alone: computes only this state.
+            alone: computes only the state after a stretch, without the stretch's outputs.
             enter: adds the contribution of an incoming state.
             reverse: pass the gradients of states, in the other direction.
 
@@ -206,8 +206,8 @@ class StateExecutor:
     ) -> BySlot:
         """All-gather the states of all stretches; sum those before each stretch of this rank.
 
-        States are computed first, without outputs, so that the gather overlaps the rest of the
-        scan.
+        Each rank first computes its states alone, so that the gather overlaps the scans that
+        compute outputs.
         """
         by_slot = sorted(local_ways, key=lambda way: way.slot)
         local_states = torch.stack([alone(way) for way in by_slot], 1)  # [B, slots, H, D, E]

@@ -1,4 +1,4 @@
-"""Context-parallel methods by name."""
+"""Context-parallel methods, keyed by name."""
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 

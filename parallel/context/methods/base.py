@@ -38,18 +38,23 @@ class Send(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round of one rank, or of all at once, without tiles.
+    """One round of one rank; or of all ranks at once, and then without tiles.
 
-    The rank has the KV of the ranks ``holds``, which all-gathered it before the first round, and
-    starts ``sends`` of this KV when the round starts. At the end of the round it adds the gradient
-    that it received to the round's own gradient, and sends the sum to the rank that holds the same
-    KV in round ``due``; after the last round, to the owner. Without ``gradient`` the round only
-    passes KV on and computes nothing.
+    ``holds``: ranks whose KV this rank has during the round. If there are several, they gathered
+    their KV before the first round.
 
-    Tiles pair the queries of this rank's team, joined in ascending positions, with the keys of
-    ``holds``, joined likewise (striped ranks are joined in the order of their first positions). In
-    a backward pass that moves queries, ``holds`` are the ranks whose queries visit, the keys are
-    the team's, and queries and their gradient travel the same way.
+    ``sends``: sends of that KV, started when the round begins.
+
+    ``gradient``: send of the KV's gradient at the end of the round, after this round's part is
+    added to the part received. It goes to the rank that holds the same KV in round
+    ``gradient.due`` or, after the last round, to the owner. None if the round only passes KV on and
+    computes nothing.
+
+    ``tiles``: visible blocks of the queries of this rank's team and the keys of ``holds``. Both are
+    concatenated by ascending positions (striped ranks, by their first positions).
+
+    In a backward pass that moves queries, ``holds`` are the ranks whose queries visit, the keys are
+    the team's, and queries and their gradient are sent just like KV and its gradient.
     """
 
     holds: tuple[Ranks, ...]
@@ -64,9 +69,10 @@ class Round(NamedTuple):
 
 
 class Method:
-    """A layout and the rounds over it; methods of one class are equal.
+    """A method: its layouts, its rounds and what it supports.
 
-    A method that moves KV and does not split heads supports any number of heads.
+    Two objects of one class are equal. A method that moves KV and does not split heads supports any
+    number of heads.
     """
 
     name: str
@@ -77,8 +83,8 @@ class Method:
     nodes: bool = False
     """True if the rounds depend on nodes, which must all have the same number of ranks."""
     needed_only: bool = False
-    """True if only the rows that a query sees travel under every mask; if False, this holds only
-    for packed documents, windows and the layout ``balanced``.
+    """True if only the rows that some query sees travel, under every mask. If False, that is so
+    only for packed documents, windows and the layout ``balanced``; otherwise whole tensors travel.
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
@@ -97,8 +103,8 @@ class Method:
     def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
         """Return the rounds of ``rank``; by default one round, with the rank's own KV.
 
-        All ranks have the same number of rounds. The first round holds the rank's own KV, maybe
-        joined with that of other ranks; joined KV stays joined.
+        All ranks have the same number of rounds. In the first round a rank has its own KV, maybe
+        together with that of other ranks; KV that was gathered together also travels together.
         """
         return [Round((rank,), (), Send(rank, 1))]
 
@@ -110,7 +116,7 @@ class Method:
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
-        """Raise ContextError unless ``fitting``, the methods for this attention, has this one.
+        """Raise ContextError unless this method is among ``fitting``, those for this attention.
 
         Args:
             called: the function that the user called, for the message.
@@ -137,9 +143,9 @@ class Method:
             )
         if self.nodes and shape.size % shape.per_node:
             raise ContextError(
-                f"context_parallel_ranks_per_node makes nodes of {shape.per_node} in {self.name}, "
-                f"but that does not divide the {shape.size} ranks (or groups of ulysses_degree "
-                f"ranks); sizes that do: {', '.join(map(str, divisors(shape.size)))}"
+                f"context_parallel_ranks_per_node makes nodes of {shape.per_node} for method "
+                f"{self.name}, but that does not divide the {shape.size} ranks (or groups of "
+                f"ulysses_degree ranks); sizes that do: {', '.join(map(str, divisors(shape.size)))}"
             )
 
 

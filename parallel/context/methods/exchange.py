@@ -2,8 +2,8 @@
 
 All rows are sent at once, and ranks need not keep in step. The method suits masks under which a
 rank sees few keys: packed documents and windows. With several nodes, a row goes once to each node
-that needs it and is passed on there, and a node's gradients are added before they are sent to the
-owner. So a row crosses to each node at most once.
+that needs it, and is passed on there. A node's gradients are added up before they go to the owner.
+So a row crosses to each node at most once.
 """
 
 from parallel.context.layout import BALANCED, LAYOUTS
@@ -14,8 +14,8 @@ class Exchange(BalancedMethod):
     """Within a node, round s computes with the KV of the rank s steps before.
 
     KV goes to another node through the rank with the same index there, which passes it on in a
-    round that computes nothing. That rank computes with the KV after its neighbours have done so,
-    and adds its own gradient to theirs. With 2 nodes of 3 ranks, rank 0 holds the KV of
+    round that computes nothing. That rank itself computes with the KV last, after its neighbours,
+    so it can add its own gradient to theirs. With 2 nodes of 3 ranks, rank 0 holds the KV of
 
         round   0   1   2   3   4   5   6
         rank    0   2   1   3   5   4   3

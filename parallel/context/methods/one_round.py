@@ -7,8 +7,8 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 class AllGather(BalancedMethod):
     """Every rank gathers all KV once, then attends alone (Llama 3, section 3.3.2).
 
-    All KV is in the memory of every rank. With few KV heads that memory is small, the gather is
-    short compared to the attention, and any document mask works, since every rank has all keys.
+    Every rank has all KV in memory, so any document mask works. With few KV heads this takes little
+    memory, and the gather is short compared to the attention.
     """
 
     name = "allgather"

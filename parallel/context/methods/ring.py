@@ -2,8 +2,8 @@
 
 Ring Attention: Liu, Zaharia, Abbeel 2023. Striped Attention: Brandon et al. 2023. The first three
 have the same rounds and differ only in their layouts, and so in how they divide the work under a
-causal mask. With contiguous blocks, rank r then sees r + 1 of P blocks, and since the ranks of a
-ring keep in step, every round takes as long as its busiest rank: half of the compute is lost.
+causal mask. With contiguous blocks, rank r then sees r + 1 of P blocks. Since the ranks of a ring
+keep in step, every round takes as long as its busiest rank, so half of the compute is lost.
 """
 
 from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, Send, Shape

@@ -1,9 +1,9 @@
 """WallFacer (Liu et al. 2024): teams share queries, and KV circulates in one ring per member.
 
 Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of
-team r_t. A ring of P ranks passes all KV through every rank. Here a rank sees 1 / C of all KV, for
-the queries of C ranks: the same work with 1 / C of the ring's traffic, at the price of a gather of
-queries and a reduction of results in the team.
+team r_t. A ring of P ranks passes all KV through every rank. Here a rank sees only 1 / C of all KV,
+but computes with it for the queries of C ranks. That is the same work with 1 / C of the ring's
+traffic, at the price of a gather of queries and a reduction of results in the team.
 """
 
 from math import isqrt

@@ -1,7 +1,7 @@
-"""The layout ``balanced``: all ranks have equally many tokens and equal work, for any documents.
+"""The layout ``balanced``: every rank has the same number of tokens and equal work.
 
-Documents lie on a circle (``circles``) in any order. Each order gives a balanced layout, but some
-cut documents at better points than others, so a few orders are tried.
+It balances any documents. They lie on a circle (``circles``) in any order. Each order gives a
+balanced layout, but some cut documents at better points than others, so a few orders are tried.
 """
 
 from dataclasses import dataclass
@@ -120,11 +120,11 @@ def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads
     start = documents[:-1, None]
     length = np.diff(documents)[:, None]
 
-    falls = length  # behind this token, each sees one later token fewer than its predecessor
+    falls = length  # after this token, each token sees one later token fewer than the one before
     if right:
         falls = np.maximum(length - 1 - right, 0)
 
-    # A bead begins at 0, where the window is full, and where it reaches the document's end.
+    # Beads begin at token 0, at the first full window, and where windows reach the document's end.
     edges = np.concatenate([np.zeros_like(length), np.minimum(left, length), falls], axis=1)
     begin = np.sort(edges, axis=1)
     end = np.concatenate([begin[:, 1:], length], axis=1)
@@ -227,7 +227,7 @@ def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
 
 
 def in_parts(pieces: Pieces, documents: np.ndarray) -> Pieces:
-    """Return the pieces of documents that lie on several places: only their rows travel."""
+    """Return the pieces of documents that are split over places; no other rows travel."""
     is_shared = (pieces.document >= 0) & (pieces.length < np.diff(documents)[pieces.document])
     return pieces.take(np.flatnonzero(is_shared))
 
@@ -239,9 +239,9 @@ def travelling(pieces: Pieces, line: Line, reach: tuple[int, int]) -> Spans:
 
 
 class _Arcs(NamedTuple):
-    """Arrays that describe a layout of strides.
+    """Arrays of an ``ArcLayout``: the pieces of all places, and the strides of all ranks.
 
-    Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``.
+    Rank r has the strides with indices from ``bounds[r]`` to ``bounds[r + 1]``.
     """
 
     pieces: Pieces

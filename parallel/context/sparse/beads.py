@@ -37,9 +37,10 @@ def progression(first: np.ndarray, slope: np.ndarray, count: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Circles:
-    """Circles laid out on a line in the order of their places; every place has ``tokens`` tokens.
+    """Circles, one after the other on a line, in the order of their places.
 
-    A document's tokens are consecutive on a circle and ascend, whatever was cut out between them.
+    Every place gets ``tokens`` tokens. The tokens of a document that are left on a circle are
+    adjacent and in ascending order, even if an arc between them was cut out.
     """
 
     beads: Beads
@@ -83,7 +84,7 @@ class Circles:
         return self.before[self.opening + self.counts] - self.before[self.opening]
 
     def target(self, inside: np.ndarray) -> np.ndarray:
-        """Return the work that ``inside`` places of each circle should get, rounded down."""
+        """Return the work that ``inside`` of each circle's places should get, rounded down."""
         quotient, remainder = np.divmod(self.work, self.num_places)
         return inside * quotient + inside * remainder // self.num_places
 

@@ -1,4 +1,4 @@
-"""Divide packed documents over ranks: equally many tokens and equal work, and few documents cut.
+"""Divide packed documents over ranks: equal numbers of tokens, equal work, few documents cut.
 
 Put all documents on a circle. Let an arc of half the tokens move once around it. Every token is in
 the arc for half of the way, so on average the arc holds half of the work: more here, less there,
@@ -45,7 +45,8 @@ class Arcs(NamedTuple):
     circle: np.ndarray
     start: np.ndarray  # position on the line
     head: np.ndarray  # bead that contains the arc's first token
-    tail: np.ndarray  # bead of the first token behind the arc, or the bead that ends there
+    # bead of the first token after the arc; at a boundary, maybe the bead that the arc completed
+    tail: np.ndarray
     surplus: np.ndarray  # work of the arc in excess of its share
     gain: np.ndarray
     bend: np.ndarray
@@ -108,12 +109,14 @@ def halve(circles: Circles, share: float, reach: tuple[int, int]) -> tuple[np.nd
 def cheapest(
     circles: Circles, inside: np.ndarray, share: float, reach: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find, for each circle, the arc with the work of ``inside`` places that moves the fewest rows.
+    """Find each circle's arc for ``inside`` places that moves the fewest rows.
+
+    The arcs have the tokens and the share of work of that many places.
 
     Returns:
         both ends of each arc, in tokens from its circle's beginning: int64 ``[circles, 2]``; if
-        arcs are equally good, the first one. And the number of rows, int64 ``[circles]``: the
-        largest integer for a circle without such an arc.
+        arcs are equally good, the first one. And the number of rows that each arc moves, int64
+        ``[circles]``: the largest integer for a circle without such an arc.
     """
     stops = turn(circles, inside)
     arcs = joined(on_edges(circles, stops, inside, share), crossings(stops))
@@ -137,10 +140,10 @@ def cheapest(
 def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     """Move an arc for ``inside`` places along every circle; return the positions where it stops.
 
-    It stops where either of its ends reaches the edge of a bead, and where its surplus turns from
-    rising to falling or back; between two stops the surplus only rises or only falls. The arc moves
-    from the beginning of its circle's line to the end: an arc across the end is the complement of
-    another arc.
+    An arc stops where one of its ends reaches the edge of a bead, and where its surplus turns from
+    rising to falling or back. So between two stops the surplus only rises or only falls. The arc
+    moves from the beginning of its circle's line to the end, and not across the end, because an arc
+    across the end is the complement of another arc.
     """
     beads = circles.beads
     begin = circles.begin
@@ -214,9 +217,9 @@ def _with_extrema(arcs: Arcs) -> Arcs:
 
 
 def crossings(arcs: Arcs) -> Arcs:
-    """Return the arcs nearest to their share of work, one for each change of the surplus's sign.
+    """Return the arcs nearest to their share of work: one for each change of the surplus's sign.
 
-    They lie between two stops.
+    These arcs lie between two stops.
     """
     arcs = arcs.take(np.flatnonzero((arcs.surplus <= 0) != (arcs.surplus_at_end() <= 0)))
     # Take the first root of surplus + speed * n + bend / 2 * n^2, in a form without cancellation.
@@ -234,7 +237,7 @@ def crossings(arcs: Arcs) -> Arcs:
 
 def on_edges(circles: Circles, arcs: Arcs, inside: np.ndarray, share: float) -> Arcs:
     """Return the stops at which both parts of a circle have nearly their share of work."""
-    # The arc may be within its tolerance while the rest of the circle is not within its own.
+    # Check both parts: the arc may be within its tolerance while the rest of the circle is not.
     inside_share = inside * share
     outside_share = (circles.num_places - inside) * share
     work = circles.work
@@ -254,13 +257,13 @@ def rows_across(
 ) -> np.ndarray:
     """Estimate the number of rows that travel because of each cut, in ``bead`` or at its end.
 
-    The part of a document behind a cut goes to as many places as it fills, and each of them reads
-    the rows before the cut.
+    The part of a document after the cut goes to as many places as it fills, and each of these
+    places reads the rows before the cut.
     """
     beads = circles.beads
     tokens = circles.tokens
-    # Count tokens that were cut out between two beads of a document; a wide gap hides all rows
-    # before it.
+    # Count the tokens that were cut out between two beads of a document: no query sees rows across
+    # a gap as wide as the window.
     gap = beads.start[1:] - beads.start[:-1] - beads.length[:-1]
 
     is_same_document = beads.document[1:] == beads.document[:-1]

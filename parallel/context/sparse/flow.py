@@ -39,7 +39,10 @@ from runtime.tensors import kept_in_object
 
 
 class Parcel(NamedTuple):
-    """Rows for, or from, one rank: indices in this rank's buffer, in the order of travel."""
+    """Rows that travel together to or from the rank ``peer``.
+
+    ``rows`` are indices in this rank's buffer, in the order in which the rows are sent.
+    """
 
     peer: int
     rows: Rows
@@ -59,7 +62,8 @@ class Parcels(NamedTuple):
 PiecesOf = Callable[[tuple[int, ...]], list[Piece]]
 """Function that returns the pieces of documents that ranks hold, concatenated, without padding."""
 GradientSend = tuple[Send, Spans]
-"""A send of all places, and the rows (as senders hold them) whose gradient it passes on."""
+"""A send of all places, and the rows whose gradients it passes on, numbered as senders hold them.
+"""
 
 
 class Flow:
@@ -173,9 +177,9 @@ class Flow:
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
     def _for_all(self, send: Send) -> Send:
-        """Return a send of all places, with the place that each receives from: int64 [places].
+        """Return ``send`` for all places, with the place from which each receives as ``source``.
 
-        A send is a permutation of places, and ``argsort`` inverts it.
+        ``to`` is a permutation of places, int64 [places], so ``source`` is the inverse permutation.
         """
         to = np.broadcast_to(send.to, self._num_places)
         return Send(to, send.due, np.argsort(to))
@@ -200,7 +204,7 @@ class Flow:
         """Return the rows that every place holds in each round, computed backwards.
 
         A place holds the rows that it computes with, and the rows that the receivers of its sends
-        hold. The receiver's round is later, so its rows are already known.
+        hold. A receiver needs its rows in a later round, so they are already known.
         """
         all_places = np.arange(self._num_places)
         none = np.zeros_like(all_places)
@@ -229,8 +233,8 @@ class Flow:
         """Return, per round, the gradients for the next holder and the gradients for owners.
 
         Both are given as rows that the senders hold; some rounds send none to the next holder. A
-        gradient is passed on if the next holder stores the row too and adds to its gradient: one
-        message then replaces two. The owner's own part stays in its buffer.
+        gradient is passed on if the next holder stores the row too. That holder adds its own part,
+        so one message to the owner replaces two. The owner's own part stays in its buffer.
         """
         onward: list[list[GradientSend]] = [[] for _ in range(self.rounds)]
         home = []

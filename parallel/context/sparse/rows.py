@@ -97,8 +97,8 @@ def indices_by_place(buffer: ByPlace, rows: ByPlace) -> ByPlace:
 def union(*several: Spans) -> Spans:
     """Return the rows that are in at least one set; intervals may overlap and be in any order.
 
-    The first rows and the ends are sorted separately, as in a sweep along the line: only how many
-    intervals are open matters, not which.
+    The first rows and the ends can be sorted separately, as in a sweep along the line, because it
+    matters only how many intervals are open, not which.
     """
     first, end = _sorted(*several)
     if not len(first):
@@ -157,7 +157,7 @@ class Line:
     def spans(
         self, place: np.ndarray, owner: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> Spans:
-        """Return the numbers of rows ``[first, end)`` of ``owner`` at ``place``, in this order."""
+        """Return the numbers of rows ``[first, end)`` of ``owner`` at ``place``, in that order."""
         start = (place * self.num_places + owner) * self._pair_size
         return Spans(start + first, start + end)
 
@@ -166,7 +166,7 @@ class Line:
         return spans.first // self._pair_size
 
     def moved(self, spans: Spans, to: np.ndarray) -> Spans:
-        """Return the rows of every place p as rows of place ``to[p]``, unsorted."""
+        """Renumber the rows of every place p as rows of place ``to[p]``; the result is unsorted."""
         place = self.pairs(spans) // self.num_places
         shift = (to[place] - place) * (self.num_places * self._pair_size)
         return Spans(spans.first + shift, spans.end + shift)
@@ -225,10 +225,10 @@ def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
 
 
 def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple[np.ndarray, ...]:
-    """Return the rows of each set of keys that some query of each set of queries sees.
+    """Return the key rows that queries see, for each pair of a query set and a key set.
 
-    The rows are unsorted, for ``Line.spans``. To find the queries that see some of the keys,
-    exchange the two sets and reverse the reach.
+    The rows are unsorted, for ``Line.spans``. To find the query rows that see some key instead,
+    exchange the two arguments and reverse the reach.
 
     Returns:
         for each interval of rows, the set that sees it, the set that has it, its first row and its
@@ -264,8 +264,8 @@ def _seen(
 ) -> tuple[np.ndarray, ...]:
     """Compute the columns of ``rows_seen`` for pairs of pieces.
 
-    Query i of a piece sees keys i + nearest to i + farthest, so the queries of a piece together see
-    the keys from ``nearest`` of the first query to ``farthest`` of the last query.
+    Query i of a piece sees keys i + nearest to i + farthest. So all queries of the piece together
+    see the keys from the nearest of its first query to the farthest of its last query.
 
     Args:
         reader, read: pieces of queries and of keys.

@@ -1,7 +1,7 @@
 """The rounds of one rank if only the rows that a query sees travel: parcels and tiles.
 
-In a round, a rank's buffer has only some of its owners' tokens. The owners' pieces are cut to these
-tokens, and then ``tiles`` handles them like any other set of positions.
+In a round, a rank's buffer has only some of the tokens of their owners. The owners' pieces are cut
+to these tokens, and then ``tiles`` handles them like any other set of positions.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,8 @@ class RankRound(NamedTuple):
     """One round of one rank: its buffer, the parcels that travel, and the tiles to compute."""
 
     length: int
-    """Number of rows in the buffer; with ``in_place`` the rows are the rank's own tensors,
-    unchanged."""
-    in_place: bool
+    """Number of rows in the buffer."""
+    in_place: bool  # True if the buffer is the rank's own tensors, unchanged
     joined: Parcels
     """Rows that holders gather before the first round; empty in other rounds."""
     moves: Parcels

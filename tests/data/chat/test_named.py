@@ -101,7 +101,7 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
     [
         (
             {"vocab_size": 257},
-            "vocab_size is 257; 256 bytes and the special tokens of chatml take 258 entries",
+            "vocab_size is 257, but 256 bytes and the special tokens of chatml take 258 entries",
         ),
         (
             {"vocab_size": 5000},
@@ -111,8 +111,8 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
         (
             {"name": "alpaca"},
             (
-                "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; "
-                "name one"
+                "chat_template is alpaca, but a tokenizer can be trained only for chatml, llama3; "
+                "give one"
             ),
         ),
     ],

@@ -238,11 +238,11 @@ def test_what_is_refused_is_named_or_listed_and_counted(tmp_path):
     ("name", "content", "message"),
     [
         ("in.json", b'[{"a": 1},\n {"b"', r"in\.json, line 2, element 2: not JSON, or cut off"),
-        ("in.json", b'{"a":\n 1}', r"in\.json: holds no array"),
-        ("in.json", b'[{"a": 1}]\n[{"a": 2}]', r"in\.json, line 1: goes on after its array"),
+        ("in.json", b'{"a":\n 1}', r"in\.json: not an array"),
+        ("in.json", b'[{"a": 1}]\n[{"a": 2}]', r"in\.json, line 1: text follows the array"),
         ("in.jsonl", b"", r"no conversation in"),
-        ("in.parquet", b"PAR1 and no more", r"in\.parquet: no Parquet, or cut off"),
-        ("in.txt", b"Hi", r"in\.txt holds no rows"),
+        ("in.parquet", b"PAR1 and no more", r"in\.parquet: not Parquet, or cut off"),
+        ("in.txt", b"Hi", r"in\.txt has no rows"),
     ],
 )
 def test_a_broken_file_is_named(name, content, message, tmp_path):
@@ -293,10 +293,10 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     path = str(tmp_path / "out" / "chats")
     both = {"split": "100,0,0", "reset_attention_mask": True, "reset_position_ids": True}
-    with pytest.raises(DataError, match=r"not all is learned .*give --sft"):
+    with pytest.raises(DataError, match=r"with a loss mask .*give --sft"):
         build_datasets(DataConfig(data_path=(path,), **both), 64, 1, tokenizer)
     with pytest.raises(
-        DataError, match=r"samples of 171 tokens and seq_length is 100; give --seq-length 171"
+        DataError, match=r"samples of 171 tokens, but seq_length is 100; give --seq-length 171"
     ):
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 100, 1, tokenizer)
     (tmp_path / "out" / "chats_loss_mask.idx").unlink()

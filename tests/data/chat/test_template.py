@@ -93,7 +93,7 @@ def test_where_a_template_is_found(tmp_path):
     with pytest.raises(DataError, match=r"mine is not valid jinja2 .*repair the template"):
         load_template(path, str(tmp_path / "mine"))
     (tmp_path / "mine").write_text("long" * 1_000_000)
-    with pytest.raises(DataError, match=r"mine has more than 2,097,152 characters; name another"):
+    with pytest.raises(DataError, match=r"mine has more than 2,097,152 characters; give another"):
         load_template(path, str(tmp_path / "mine"))
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         load_template(str(tmp_path / "t.model"))

@@ -184,12 +184,12 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (INDEX, {"shards": []}, " names no shards, so the folder is empty"),
+        (INDEX, {"shards": []}, " lists no shards, so the folder has no samples"),
         (INDEX, "{", " cannot be read"),
         (INDEX, {"version": 2}, " is not an index of version 1"),
         (INDEX, {"shape": [4, 4]}, r": shape is \[4, 4\]"),
         (INDEX, {"dtype": "int8"}, ": dtype is int8; it must be float32 or float16"),
-        (INDEX, {"shards": [OUTSIDE]}, ": a shard is .* it must name files of the folder"),
+        (INDEX, {"shards": [OUTSIDE]}, ": a shard is .* must be names of files in the same folder"),
         (LATENTS, None, " is missing"),
         (LATENTS, 150, " cannot be read"),
         (LATENTS, np.array([{}] * 4), " cannot be read"),
@@ -197,29 +197,29 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
         (
             LATENTS,
             np.zeros((4, 2, 4, 5), np.float32),
-            r" holds float32 \[4, 2, 4, 5\], and its index says",
+            r" holds float32 \[4, 2, 4, 5\], but the index says",
         ),
         (
             LATENTS,
             np.zeros((4, *SHAPE)),
-            r" holds float64 \[4, 2, 4, 4\], and its index says float32",
+            r" holds float64 \[4, 2, 4, 4\], but the index says float32",
         ),
-        (LABELS, np.zeros(4), r" holds labels float64 \[4\]; they must be integers \[4\]"),
+        (LABELS, np.zeros(4), r" holds labels float64 \[4\]; they must be integers of shape \[4\]"),
         (LABELS, np.zeros(3, int), r" holds labels int64 \[3\]"),
         (
             LABELS,
             np.array([0, 1, 3, 0]),
-            ": row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4",
+            ": row 2 has label 3, but num_classes 3 allows 0 to 2; set num_classes to 4",
         ),
         (
             LABELS,
             np.array([3, -1, 0, 0]),
-            ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0",
+            ": row 1 has label -1, but .* allows 0 to 2; number the classes from 0",
         ),
         (
             LABELS,
             np.array([0, 0, 2**63 + 5, 3], np.uint64),
-            ": row 2 has label 9223372036854775813, which is no int64",
+            ": row 2 has label 9223372036854775813, but labels must fit into int64",
         ),
         (BOTH, b"nothing", " cannot be read"),
         (BOTH, save({"latents": FLOATS}), r" cannot be read \(no tensor labels\)"),
@@ -252,9 +252,9 @@ def test_unsigned_labels_that_fit_are_taken(tmp_path):
     [
         (
             {"shape": (1, 4, 4)},
-            "holds latents of 2 4 4, and latent_shape is 1 4 4; set latent_shape to 2 4 4",
+            "has latents of 2 4 4, but latent_shape is 1 4 4; set latent_shape to 2 4 4",
         ),
-        ({"split": "0,1"}, "leaves nothing to train on of 10 samples"),
+        ({"split": "0,1"}, "leaves none of the 10 samples to train on"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"split": "a"}, 'split is "a"'),
     ],
@@ -265,11 +265,11 @@ def test_settings_that_do_not_fit_are_named(tmp_path, settings, message):
 
 
 def test_no_folder_at_all(tmp_path):
-    with pytest.raises(DataError, match="none, which is no folder"):
+    with pytest.raises(DataError, match="none, which is not a folder"):
         built(tmp_path / "none")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "notes").touch()
-    with pytest.raises(DataError, match=r"new holds no index\.json"):
+    with pytest.raises(DataError, match=r"new has no index\.json"):
         built(tmp_path / "new")
     with pytest.raises(DataError, match="data_path is empty"):
         LatentDataConfig(data_path=())
@@ -305,7 +305,7 @@ def test_writing_refuses_what_could_not_be_trained_on(tmp_path):
     with pytest.raises(DataError, match="no samples"):
         write_latents(tmp_path / "b", [])
     folder(tmp_path / "c")
-    with pytest.raises(DataError, match="holds latents already"):
+    with pytest.raises(DataError, match="already holds latents"):
         folder(tmp_path / "c")
     assert len(LatentFolder(tmp_path / "c")) == 10
 
@@ -347,7 +347,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, 
     monkeypatch.setattr(owner, call, full)
     message = (
         r"cannot write to .*/a \(No space left on device: "
-        r"[\d,]+ bytes are free in .*\); free space or name"
+        r"[\d,]+ bytes are free in .*\); free space or give"
     )
     with pytest.raises(DataError, match=message):
         folder(tmp_path / "a")

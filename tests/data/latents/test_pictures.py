@@ -181,13 +181,13 @@ TOLD = {
     "PNG with another colour profile": ("png", saved(COLOURS, icc_profile=LAB), COLOURS, "profile"),
 }
 REFUSED = {
-    "floating-point TIFF beyond 1": ("tiff", saved(GREY.astype(np.float32)), "white is not known"),
+    "floating-point TIFF beyond 1": ("tiff", saved(GREY.astype(np.float32)), "white is unknown"),
     "floating-point TIFF with a NaN": (
         "tiff",
         saved(np.where(GREY > 9, FLOATS, np.nan)),
-        "white is not known",
+        "white is unknown",
     ),
-    "32-bit TIFF of integers": ("tiff", saved(GREY.astype(np.int32)), "white is not known"),
+    "32-bit TIFF of integers": ("tiff", saved(GREY.astype(np.int32)), "white is unknown"),
     "file cut off": (
         "png",
         lambda path: path.write_bytes(encoded(COLOURS)[:60]),

@@ -83,7 +83,7 @@ def test_older_data_is_told_in_training_and_not_kept_for_a_new_request(tmp_path,
     assert "did not begin them with 2 ('<bos>')" in check_begins([prefix], load_tokenizer(path))
     build_datasets(DataConfig(data_path=(prefix,), split="1,0,0"), 8, 1, load_tokenizer(path))
     assert "note: documents of" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"begin with the tokens \[\], and would now with \[2\]"):
+    with pytest.raises(DataError, match=r"the tokens \[\], but would now begin with \[2\]"):
         prepared(tmp_path, path)
 
 
@@ -96,7 +96,7 @@ def test_data_of_two_beginnings_is_not_mixed(tmp_path):
     config = DataConfig(data_path=(new, old), split="1,0,0")
     with pytest.raises(
         DataError,
-        match=r"data_path names .*new, whose documents begin with 2 \('<bos>'\), and .*old",
+        match=r"documents of .*new in data_path begin with 2 \('<bos>'\), but documents of .*old",
     ):
         build_datasets(config, 8, 1, load_tokenizer(path))
     older(old)

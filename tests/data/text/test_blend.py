@@ -78,7 +78,7 @@ def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
     (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
     with pytest.raises(
         UserError,
-        match=r"mock_data is set: the run was trained on random.*name a run that was trained with",
+        match=r"mock_data is set, so the run .* on random.*name a run that was trained with",
     ):
         open_run(tmp_path)
 
@@ -92,12 +92,12 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
     both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
     config = parse_args(["--config", str(names), "--mock-data"])
     assert config.data == DataConfig(mock_data=True, split="9,1,0")
-    note = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
+    note = f"note: --mock-data replaces data_path, tokenizer_model, sft of {names}\n"
     assert capsys.readouterr().err == note
     assert parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(
         data_path=("b",)
     )
-    assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
+    assert capsys.readouterr().err == f"note: --data-path replaces mock_data of {drawn}\n"
     assert parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
     assert capsys.readouterr().err == ""
     for refused in (

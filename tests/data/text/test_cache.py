@@ -101,7 +101,7 @@ def test_a_file_cut_under_a_run_is_named(prefix, train, end):
     for number in range(len(train)):
         with pytest.raises(
             DataError,
-            match=rf"d\{end} has {whole // 2} bytes, and had {whole}: it was changed while",
+            match=rf"d\{end} has {whole // 2} bytes, but had {whole}: it was changed while",
         ):
             train[number]
     os.truncate(path, whole)  # of zeros, which are token ids
@@ -111,7 +111,7 @@ def test_a_file_cut_under_a_run_is_named(prefix, train, end):
 def test_a_read_that_falls_short_is_named(prefix):
     reader = TokenReader(prefix)
     assert reader.read(np.uint16, 3, 0).tolist() == [1, 2, 3]
-    with pytest.raises(DataError, match=r"d\.bin has \d+ bytes, and had"):
+    with pytest.raises(DataError, match=r"d\.bin has \d+ bytes, but had"):
         reader.read(np.uint16, 100, os.path.getsize(f"{prefix}.bin") - 10)
 
 

@@ -92,7 +92,7 @@ def test_a_dataset_of_several_splits_is_refused(tmp_path):
     disable_progress_bars()
     both = {name: Dataset.from_list([{"text": name}]) for name in ("train", "test")}
     DatasetDict(both).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(DataError, match=r"d holds the splits train, test; give one: .*d/train"):
+    with pytest.raises(DataError, match=r"holds the splits .* give one, such as .*d/train"):
         list(Corpus(input_files([tmp_path / "d"], ".txt")))
     assert list(Corpus(input_files([tmp_path / "d" / "test"], ".txt"))) == ["test"]
 

@@ -123,7 +123,7 @@ REFUSED = {
         "cannot read",
     ),
     "compressed rows that are none": ("a.jsonl.gz", ENCODED, "cannot read"),
-    "object over several lines, .json": ("a.json", b'{\n "text": "a"\n}', "no array of objects"),
+    "object over several lines, .json": ("a.json", b'{\n "text": "a"\n}', "not an array"),
     "rows whose text is null": ("a.jsonl", b'{"text": null}\n', 'field "text" is null'),
     "rows whose text is a list": ("a.jsonl", b'{"text": ["a"]}\n', 'field "text" is a list'),
     "rows whose text is an object": (
@@ -166,7 +166,7 @@ def test_a_file_that_may_be_meant_otherwise_is_told_once(tmp_path, capsys, kind)
     path = written(tmp_path, *TOLD[kind])
     corpus = Corpus(input_files([path], ".txt"))
     assert [list(corpus), list(corpus)] == [[LINES]] * 2
-    assert capsys.readouterr().err.count(f"note: {path} is taken as one text") == 1
+    assert capsys.readouterr().err.count(f"note: {path} is read as one text") == 1
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -104,7 +104,7 @@ def test_split_is_enough_from_one_sample_on(tmp_path):
     assert (len(train), valid, test) == (1, None, None)
     short = write_documents(tmp_path / "short", [[1] * SEQ])
     with pytest.raises(
-        DataError, match=r"train split 1 documents with 16 tokens, but one sample takes .* 17"
+        DataError, match=r"train split 1 documents with 16 tokens, but one sample needs .* 17"
     ):
         build(short, "100,0,0")
 

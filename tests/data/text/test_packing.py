@@ -275,7 +275,7 @@ def test_validation_is_not_by_length_and_weights_are_shared_out_inside_a_file(tm
         (("0:0.5",), "ascending numbers of tokens from 1"),
         (("9:0.5", "8:0.2"), "ascending"),
         (("9:nan",), "shares above 0"),
-        (("9:0.5", "10:0.5"), "sum is below 1"),
+        (("9:0.5", "10:0.5"), "a sum below 1"),
     ],
 )
 def test_lengths_and_shares_that_are_refused(words, message):

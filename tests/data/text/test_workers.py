@@ -70,7 +70,7 @@ def test_what_stops_a_preparation_says_that_nothing_is_written(
             request_for(write_lines(tmp_path / "in.jsonl")), tmp_path / "out" / "d", progress=False
         )
     assert not (tmp_path / "out").exists()
-    assert capsys.readouterr().err == "nothing was written; the same command begins again\n"
+    assert capsys.readouterr().err == "nothing was written; the same command starts over\n"
 
 
 def square_or_end(number):

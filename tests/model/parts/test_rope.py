@@ -137,12 +137,12 @@ TABLE = {"model_type": "gpt", "max_position_embeddings": 64}
             {"factor": 2.0},
             "factor is 2.0, but rope_scaling_type is not set; .* only linear, dynamic, yarn",
         ),
-        ("linear", {}, "factor is not set, but rope_scaling_type linear needs one"),
+        ("linear", {}, "factor is not set, but rope_scaling_type linear needs it"),
         ("linear", {"factor": 0.5}, "factor is 0.5; it must be from 1"),
         (
             "llama3",
             {"factor": 8.0},
-            "original_max_position_embeddings is not set, but .* llama3 needs one",
+            "original_max_position_embeddings is not set, but .* llama3 needs it",
         ),
         (
             "llama3",

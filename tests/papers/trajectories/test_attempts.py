@@ -160,15 +160,15 @@ def test_the_whole_is_run_once_and_kept(tmp_path, capsys):
     flags = [f"--{name}={value}" for name, value in vars(SIZE).items()]
     flags += ["--results", str(tmp_path / "results"), "--data", str(tmp_path / "data")]
     assert attempts.main(flags) == 1  # untrained, it gains nothing
-    assert "it is not as the paper says" in capsys.readouterr().err
+    assert "the results contradict the paper" in capsys.readouterr().err
     path = tmp_path / "results" / "ring_rl.jsonl"
     assert len(path.read_text().splitlines()) == 1 + 4 + 2 + 1
     assert json.loads(path.read_text().splitlines()[0])["settings"] == vars(SIZE)
     assert path.with_suffix(".png").exists()
     attempts.main(flags)
-    assert "nothing trained" in capsys.readouterr().out
+    assert "nothing is trained" in capsys.readouterr().out
     assert attempts.main([*flags, "--iterations", "3"]) == 1
-    assert "holds runs of" in capsys.readouterr().err
+    assert "has runs with" in capsys.readouterr().err
 
 
 def test_the_committed_runs_are_all_and_as_claimed():

@@ -163,10 +163,10 @@ def test_files_of_both_kinds_give_the_same_episode(tmp_path):
     ("row", "message"),
     [
         ({"observation": [0], "action": [0]}, "line 1 lacks reward"),
-        ({"observation": [0, 1], "action": [0], "reward": [0]}, "each step has one of each"),
-        ({"observation": [0], "action": ["left"], "reward": [0]}, "a value that is no number"),
+        ({"observation": [0, 1], "action": [0], "reward": [0]}, "a step has one row of each"),
+        ({"observation": [0], "action": ["left"], "reward": [0]}, "a value that is not a number"),
         ({"observation": [0], "action": [0], "reward": [float("inf")]}, "not finite"),
-        ([1], "no object"),
+        ([1], "not a JSON object"),
     ],
 )
 def test_what_is_no_episode_is_named(tmp_path, row, message):
@@ -185,10 +185,10 @@ def test_chains_that_cannot_be_are_refused(tmp_path):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=7))
     with pytest.raises(DataError, match="a sequence has 26 tokens"):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=2, seq_length=20))
-    with pytest.raises(DataError, match="prepare each alone"):
+    with pytest.raises(DataError, match="prepare each size separately"):
         write_chains(
             [*attempts, episode("0", [1], [[1, 2]])], tmp_path / "a", Chains(trajectories=1)
         )
     assert list(Path(tmp_path).iterdir()) == []
-    with pytest.raises(DataError, match="holds no bins"):
+    with pytest.raises(DataError, match="has no bins"):
         Codec.load(tmp_path / "a")

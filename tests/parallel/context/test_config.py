@@ -52,10 +52,10 @@ def check(size, launched=None, **fields):
         (
             1,
             {"method": "auto", "ulysses_head_chunks": 2},
-            "is auto, .* it chooses by itself.*leave them out",
+            "is auto, .* it chooses by itself.*leave these options out",
         ),
         (8, {"method": "double_ring", "ranks_per_node": 0}, "context_parallel_ranks_per_node is 0"),
-        (1, {"method": "none", "ulysses_degree": 2}, "method is none.*leave them out"),
+        (1, {"method": "none", "ulysses_degree": 2}, "method is none.*leave these options out"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(size, fields, message):

@@ -184,8 +184,8 @@ def test_families_name_arguments_that_the_blocks_have():
         for blocks, arguments in family.blocks.items():
             for block in getattr(model, blocks):
                 parameters = inspect.signature(block.forward).parameters
-                known = [argument for argument in arguments if argument in parameters]
+                listed = [argument for argument in arguments if argument in parameters]
                 assert "hidden_states" in parameters, name
-                assert known or not arguments, name
+                assert listed or not arguments, name
         inputs = inspect.signature(type(model).forward).parameters
         assert {*family.inputs, *family.refused} <= set(inputs), name

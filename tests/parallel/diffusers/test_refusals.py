@@ -9,7 +9,9 @@ from parallel.diffusers import shard
 from parallel.diffusers.noise import epsilon, flow_matching, noise_like, uniform, v_prediction
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.diffusers.cases import CASES, dit, inputs_of, loss_of, model_of, wan_clip
+from tests.parallel.diffusers.cases import CASES, inputs_of, loss_of, model_of
+from tests.parallel.diffusers.image_models import dit
+from tests.parallel.diffusers.video_models import wan_clip
 
 diffusers = pytest.importorskip("diffusers", reason="shards the models of diffusers")
 

@@ -25,18 +25,33 @@ BY_DAY = ("wan, time per token", "hunyuan", "flux, few tokens", "ltx 2")
 """Cases that run by day: every mechanism of the hooks."""
 
 
+def alone(case, dtype):
+    """The loss and gradients of one process."""
+    with Float64Mode() if dtype == torch.float64 else nullcontext():
+        model = model_of(case, dtype)
+        return gradients(loss_of(model, inputs_of(case, dtype)), model)
+
+
 def differences(rank, world_size, cells):
-    """The loss's and the gradients' largest error of each cell."""
+    """Tensors of each cell that are over the bound."""
     results = []
     for name, method, dtype in cells:
+        case = CASES[name]
         with Float64Mode() if dtype == torch.float64 else nullcontext():
-            case = CASES[name]
             model = model_of(case, dtype)
-            inputs = inputs_of(case, dtype)
-            expected = gradients(loss_of(model, inputs), model)
             shard(model, dist.group.WORLD, method=method, **OPTIONS.get(method, {}))
-            mean = gradients(loss_of(model, inputs), model, dist.group.WORLD)
-        results.append(errors(mean, expected, model, BOUNDS[dtype]))
+            loss = loss_of(model, inputs_of(case, dtype))
+            mean = gradients(loss, model, dist.group.WORLD)
+        wrong = errors(mean, alone(case, dtype), model, BOUNDS[dtype])
+        if wrong and dtype == torch.float32:
+            # A gradient may be a small difference of large numbers, in one process, too.
+            exact = alone(case, torch.float64)
+            ranks = errors(mean, exact, model, BOUNDS[dtype])
+            process = errors(alone(case, dtype), exact, model, BOUNDS[dtype] / 4)
+            wrong = {
+                name: error for name, error in ranks.items() if error > 2 * process.get(name, 0)
+            }
+        results.append(wrong)
     return results
 
 

@@ -25,8 +25,8 @@ from tests.parallel.diffusers.cases import (
     inputs_of,
     loss_of,
     model_of,
-    wan_clip,
 )
+from tests.parallel.diffusers.video_models import wan_clip
 
 pytest.importorskip("diffusers", reason="shards the models of diffusers")
 
@@ -49,7 +49,7 @@ def by_the_model(model):
 
 def by_wrappers(model):
     """Checkpointing around the blocks, as FSDP's users apply it."""
-    blocks = set(model.blocks)
+    blocks = set(getattr(model, "blocks", None) or model.transformer_blocks)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=partial(checkpoint_wrapper, context_fn=RECOMPUTED["context_fn"]),
@@ -98,12 +98,26 @@ def trained(rank, world_size):
             model = change(model)
             mean = gradients(two_clips(model, inputs), model, dist.group.WORLD)
         wrong[way] = errors(mean, expected, model, BOUND)
+    wrong["mochi"] = mochi_errors()
     return wrong
+
+
+def mochi_errors():
+    """Wrapped blocks that all get a trained rotary table, which is cut in the first one."""
+    with Float64Mode():
+        case = CASES["mochi"]
+        inputs = inputs_of(case, torch.float64)
+        plain = model_of(case, torch.float64)
+        expected = gradients(loss_of(plain, inputs), plain)
+        model = by_wrappers(model_of(case, torch.float64))
+        shard(model, dist.group.WORLD, method="ring")
+        mean = gradients(loss_of(model, inputs), model, dist.group.WORLD)
+    return errors(mean, expected, plain, BOUND)
 
 
 def test_ways_of_training_give_the_gradients_of_one_process():
     pytest.importorskip("peft")
-    assert run_ranks(trained, 2)[0] == {way: {} for way in WAYS}
+    assert run_ranks(trained, 2)[0] == {way: {} for way in (*WAYS, "mochi")}
 
 
 def clips_of_groups(rank, world_size):

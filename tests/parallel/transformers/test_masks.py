@@ -50,8 +50,8 @@ def stated(function, size=None):
 def test_a_mask_says_its_window_also_where_the_probe_is_shorter(size):
     mask = stated(masking.sliding_window_causal_mask_function(size), size)
     assert disagreement(mask, size) is None
-    assert "but its attention is told no window" in disagreement(mask, None)
-    assert f"told a window of {size + 1}" in disagreement(mask, size + 1)
+    assert "but its attention is passed no window" in disagreement(mask, None)
+    assert f"passed a window of {size + 1}" in disagreement(mask, size + 1)
     positions = torch.arange(11)
     distances = positions[:, None] - positions
     assert torch.equal(mask[0, 0], (distances >= 0) & (distances < size))
@@ -77,7 +77,7 @@ def test_masks_that_are_no_window_are_seen(size):
 def test_a_causal_mask_agrees_with_no_window_alone():
     mask = stated(masking.causal_mask_function)
     assert disagreement(mask, None) is None
-    assert "has no window, but its attention is told a window of 6" in disagreement(mask, 6)
+    assert "has no window, but its attention is passed a window of 6" in disagreement(mask, 6)
     assert disagreement(None, None) is None
     assert disagreement(None, 6).startswith("it passes a window of 6 but no mask")
     assert disagreement(mask + 1, None).startswith("it has a mask of its own")
@@ -103,7 +103,7 @@ def test_a_window_that_a_model_has_in_its_mask_alone_is_refused(window):
     model = phimoe(window)
     config = model.config
     message = (
-        rf"^model\.layers\.0\.self_attn cannot .*a window of {window}, but its attention is told no"
+        rf"^model\.layers\.0\.self_attn cannot .*a window of {window}, .* attention is passed no"
     )
     with pytest.raises(UserError, match=message):
         shard(model)

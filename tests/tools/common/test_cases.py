@@ -38,9 +38,9 @@ def test_a_bar_stands_for_two_lines():
 
 @pytest.mark.parametrize("line", ["cp=4 rings", "cp=four", "zigzag=2", "cp"])
 def test_a_word_that_is_none_is_refused(line):
-    with pytest.raises(UserError, match=r"has the word '.*'; use pp=N, .*, zigzag, "):
+    with pytest.raises(UserError, match=r"has the unknown word '.*'; use pp=N, .*, zigzag, "):
         case_of(line)
-    with pytest.raises(UserError, match="begins with 'lama', which is no model; use llama"):
+    with pytest.raises(UserError, match="begins with 'lama', but that is not a model; use llama"):
         command("lama cp=2", {"llama": ""})
 
 

@@ -229,7 +229,7 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     assert "1000 tokens, line_retrieval 100%: 0.0" in output
     assert "| line_retrieval 100% | 0.0 | 0.0 |" in output
     assert (
-        "1 examples of each task and length; RULER's prompts as of a base model, haystack of "
+        "1 examples of each task and length; RULER's prompts as for a base model, haystack of "
         "made sentences"
     ) in output
     assert "seq_length 1000 is 3.91 times the 256 positions" in output
@@ -289,20 +289,23 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
     [
         (
             ["--lengths", "300"],
-            r"qa_1 takes \d+ tokens and 32 for the answer at the least, and a length is",
+            r"qa_1 takes at least \d+ tokens and 32 for the answer, but a length is",
         ),
         (
             ["--tasks", "cwe", "qa_1"],
-            r"cwe takes .* a length is 1000; give .* or leave the task out: --tasks qa_1",
+            r"cwe takes .* a length is 1000; give .* or leave out the task: --tasks qa_1",
         ),
         (
             ["--tasks", "qa_2"],
-            "tasks names qa_2, whose questions come from a file; give --qa-2 FILE, HotpotQA's JSON",
+            "tasks names qa_2, but its questions come from a file; give HotpotQA's JSON with --qa",
         ),
-        (["--tasks", "niah"], "tasks names niah, and there are niah_single_1, "),
+        (
+            ["--tasks", "niah"],
+            "tasks names niah, but there is no such task; choose from niah_single_1, ",
+        ),
         (
             ["--tasks", "vt", "--essays", "nowhere.txt"],
-            "essays is nowhere.txt, which cannot be read",
+            "essays is nowhere.txt, but it cannot be read",
         ),
         (
             ["--tasks", "qa_2", "--qa-2", "nowhere.json"],
@@ -310,12 +313,12 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         ),
         (
             ["--lengths", "99999999"],
-            "lengths names 99999999, and texts of up to 16777216 tokens are made",
+            "lengths names 99999999, but texts have at most 16777216 tokens",
         ),
         (["--tasks", "line_retrieval", "--lengths", "40"], "a length is 40; give longer --lengths"),
         (
             ["--tasks", "qa_1", "--vocabulary", "small"],
-            "--vocabulary goes with --tasks line_retrieval",
+            "--vocabulary needs --tasks line_retrieval",
         ),
         (["--depths", "0"], "--depths: '0' is not an integer of 1 or more"),
         (["--form", "repeat"], "--form: invalid choice: 'repeat'"),
@@ -329,7 +332,7 @@ def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, mes
 
 def test_runs_that_cannot_be_asked_are_named(tmp_path, run_with_positions):
     with pytest.raises(
-        UserError, match="lengths names 1000, and the model has max_position_embeddings 256"
+        UserError, match="lengths names 1000, but the model has max_position_embeddings 256"
     ):
         scored(run_with_positions)
     run_of(tmp_path, template=None)

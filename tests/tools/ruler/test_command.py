@@ -49,7 +49,8 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
         == 0
     )
     message = (
-        "note: qa_1, qa_2 left out: their questions come from files, which --qa-1 and --qa-2 name\n"
+        "note: qa_1, qa_2 left out, since their questions come from files; give the files with "
+        "--qa-1 FILE and --qa-2 FILE\n"
     )
     assert capsys.readouterr().err == message
     taught = [row["messages"] for row in made(tokenizer, file, *flags, "--messages")]
@@ -115,7 +116,7 @@ def test_a_question_that_does_not_fit_is_told_and_ends_nothing(tmp_path, tokeniz
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["a.jsonl", "--lengths", "30"], "for 1 line and as many questions, and a length is 30"),
+        (["a.jsonl", "--lengths", "30"], "for 1 line and as many questions, but a length is 30"),
         (["a.json"], "does not end in .jsonl"),
         (["a.jsonl", "--tokenizer-model", "none.json"], "cannot read tokenizer none.json"),
         (["a.jsonl", "--chat-template", "none.jinja"], "cannot read the chat template none.jinja"),
@@ -152,7 +153,7 @@ def test_what_is_for_training_alone_is_refused_without_messages(capsys):
     ]
     for flags in (["--questions", "2"], ["--form", "repeat"]):
         assert main([*command, *flags]) == 2
-        assert "--questions and --form repeat go with --messages" in capsys.readouterr().err
+        assert "--questions and --form repeat need --messages" in capsys.readouterr().err
 
 
 def test_a_tiny_model_is_written_once_and_imported(tmp_path, capsys):

@@ -84,7 +84,7 @@ def test_fill_finds_the_last_that_fits():
 
 def test_a_length_without_room_is_refused(tokenizer):
     with pytest.raises(
-        DataError, match=r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and"
+        DataError, match=r"niah_single_1 takes at least \d+ tokens and 128 for the answer, but"
     ):
         ExampleMaker("niah_single_1", 300, 1, base(tokenizer), Sources())
 
@@ -129,7 +129,7 @@ def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_the
     assert "Who is 0?" in note
     with pytest.raises(
         DataError,
-        match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task",
+        match=r"qa_1 takes at least \d+ tokens and 32 for the answer.* leave out the task",
     ):
         makers(
             ["qa_1"], [2000], 1, base(tokenizer), questions_of(tmp_path, [9000, 8000]), samples=2

@@ -257,7 +257,7 @@ HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada.
         ([GOOD, "", "[]"], "has .*line 3"),
         ([GOOD, "", '{"question": "Who?", "answers": "a"}'], "has .*line 3"),
         ([{"data": [{"paragraphs": [CONTEXT, UNANSWERED]}]}], "question 2: answers is empty"),
-        ([[HOTPOT, HOTPOT | {"answer": ""}]], "question 2: answers holds an empty text"),
+        ([[HOTPOT, HOTPOT | {"answer": ""}]], "question 2: answers has an empty text"),
     ],
 )
 def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(

@@ -49,7 +49,7 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path):
     ]
     assert "<|unknown|>" not in words
     with pytest.raises(
-        DataError, match="vocabulary is full, and the tokenizer does not know all of its words"
+        DataError, match="vocabulary is full, but the tokenizer does not know all of its words"
     ):
         LineMaker(replace(task, vocabulary="full"), chat)
 

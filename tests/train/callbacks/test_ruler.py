@@ -35,11 +35,11 @@ def test_wrong_tokens_are_counted_by_example():
     [
         ({"ruler_interval": 0}, "ruler_interval is 0"),
         ({"ruler_lengths": (0,)}, "ruler_lengths is 0"),
-        ({"ruler_tasks": ("qa_1",)}, "ruler_tasks is qa_1; there are niah_single_1"),
+        ({"ruler_tasks": ("qa_1",)}, "ruler_tasks is qa_1; each task must be one of niah_single_1"),
         ({"ruler_tasks": ()}, "ruler_tasks is ; name at least one"),
         ({"ruler_tasks": ("vt", "vt")}, "ruler_tasks is vt vt; name each task once"),
         ({"ruler_samples": 3}, "ruler_samples is 3; it must be at least 1 for each"),
-        ({"ruler_lengths": (512,)}, "ruler_lengths is 512; it is of a curve"),
+        ({"ruler_lengths": (512,)}, "ruler_lengths is 512; it has no effect"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -53,7 +53,7 @@ def test_lengths_are_those_of_the_model_or_less():
     assert RulerConfig(ruler_interval=1, ruler_lengths=(512, 256)).lengths(512) == [256, 512]
     with pytest.raises(
         ValueError,
-        match="ruler_lengths names 512 and seq_length is 256, so that prompts would be cut",
+        match="ruler_lengths names 512, but seq_length is 256, so prompts would be cut",
     ):
         RulerConfig(ruler_interval=1, ruler_lengths=(512,)).lengths(256)
 
@@ -68,7 +68,7 @@ def test_none_on_the_command_line_leaves_out_the_curve_of_a_file(tmp_path, capsy
         capsys.readouterr().err
         == f"note: --ruler-interval none removes ruler_lengths, ruler_tasks of {file}\n"
     )
-    with pytest.raises(ValueError, match="ruler_lengths is 640; it is of a curve"):
+    with pytest.raises(ValueError, match="ruler_lengths is 640; it has no effect"):
         parse_args(["--config", str(file), "--ruler-interval", "none", "--ruler-lengths", "640"])
 
 

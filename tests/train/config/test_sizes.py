@@ -80,7 +80,7 @@ def test_what_editors_on_windows_write_is_read_and_what_is_no_file_refused(conte
         ("--num-layers 100000 --hidden-size 1000000", "state of the model"),
         ("--vocab-size 999999999 --hidden-size 1000000 --num-layers 1", "state of the model"),
         ("--seq-length 900000000 --micro-batch-size 900000000", "hidden states of one layer"),
-        ("--num-workers 5000", "num_workers is 5000, the processes that read ahead"),
+        ("--num-workers 5000", "num_workers (processes that read ahead for each rank) is 5000"),
     ],
 )
 def test_sizes_that_are_too_much_together_are_refused(line, words):

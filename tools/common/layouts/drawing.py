@@ -1,4 +1,4 @@
-"""Compute data to draw: the rank of each token, and of each (query, key) pair in each round."""
+"""Compute a picture's data: the rank of each token, and of each (query, key) pair per round."""
 
 from dataclasses import dataclass
 
@@ -14,35 +14,38 @@ PACKED = ("ring", "striped", "zigzag", "exchange")
 
 @dataclass(frozen=True)
 class Drawing:
-    """Data to draw one method; S is the padded length, P the number of ranks."""
+    """Data to draw one method; S is the padded sequence length, P the number of ranks."""
 
     plan: Plan
     owners: np.ndarray
-    """Rank of each token: int ``[S]``."""
+    """Rank that holds each token: int ``[S]``."""
     rounds: tuple[np.ndarray, ...]
-    """Rank that computes each (query, key) pair in that round, -1 for none: int ``[S, S]``."""
+    """For each round, the rank that computes each (query, key) pair, or -1: int ``[S, S]``."""
     work: np.ndarray
     """Number of pairs that each rank computes in each round: int ``[rounds, P]``."""
 
     @property
     def in_step(self) -> bool:
-        """True if ranks proceed from round to round together, as when all KV is passed on."""
+        """True if ranks start each round together, since they pass all of their KV on."""
         return not self.plan.sparse
 
     @property
     def slowest(self) -> int:
-        """Number of pairs that decide the time: the slowest rank's, or if ranks proceed from round
-        to round together, the sum of each round's slowest."""
+        """Time until all ranks are done, as a number of pairs that one rank computes.
+
+        If ranks start each round together, it is the sum of the slowest rank's pairs of each
+        round, else all pairs of the slowest rank.
+        """
         if self.in_step:
             return int(self.work.max(axis=1).sum())
         return int(self.work.sum(axis=0).max())
 
     @property
     def rows(self) -> int:
-        """Number of KV rows that all ranks send in a forward pass."""
+        """Number of KV rows (key and value of one token) that all ranks send in a forward pass."""
         sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "element_size": 1}
         costs = [self.plan.cost(rank, **sizes).forward.total for rank in range(self.plan.size)]
-        return sum(costs) // 2  # k and v
+        return sum(costs) // 2  # costs count k and v
 
     @property
     def even(self) -> float:
@@ -58,16 +61,17 @@ def drawing(
     documents: tuple[int, ...] | None = None,
     window: Window | None = None,
 ) -> Drawing:
-    """Compute the drawing of a method; documents and window as for ``make_plan``.
+    """Compute the data to draw a method; the arguments are those of ``make_plan``.
 
-    Raises ContextError: as ``make_plan``, and for a method that splits heads.
+    Raises ContextError for the reasons given in ``make_plan``, and if the method splits heads.
     """
     plan = make_plan(
         method, seq_len=seq_length, size=size, causal=causal, documents=documents, window=window
     )
     if plan.geometry.ulysses_degree > 1:
         raise ContextError(
-            f"method {method} splits heads: every rank computes every pair, and none has a colour"
+            f"method {method} splits heads: every rank computes every pair, so no pair has one "
+            "rank's colour; draw another method"
         )
 
     owners = np.empty(plan.padded_len, dtype=int)
@@ -86,7 +90,7 @@ def drawing(
 
 
 def _mark_pairs(computed: np.ndarray, plan: Plan, rank: int, index: int) -> None:
-    """Write a rank into the (query, key) pairs that it computes in a round."""
+    """Write ``rank`` into ``computed`` [S, S] at the pairs that it computes in a round."""
     step = plan.rounds(rank)[index]
     queries = plan.positions(rank).numpy()
     keys = np.sort(np.concatenate([plan.positions(source).numpy() for source in step.holds]))

@@ -1,6 +1,6 @@
 """Draw methods: the rank of each token, the tiles of each round, and a time line.
 
-Squares are queries x keys in global positions, as the papers draw them.
+In each square, queries run down and keys across, in global positions, as in the papers.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ CAPTIONS = {
 
 
 def colours(size: int) -> list[str]:
-    """Return the ranks' colours as #RRGGBB; beyond eight ranks, from a ramp from dark to light."""
+    """Return each rank's colour as #RRGGBB; more than eight ranks get a ramp from dark to light."""
     if size <= len(PALETTE):
         return [*PALETTE[:size]]
     from matplotlib import colormaps
@@ -76,7 +76,7 @@ def draw(drawings: list[Drawing]) -> "Figure":
         figure.legend(
             handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9
         )
-        # Lay it out here: the caller saves it outside of this style.
+        # Compute the layout here, since the caller saves the figure outside of this style.
         figure.draw_without_rendering()
 
     return figure
@@ -98,7 +98,7 @@ def _headline(drawing: Drawing) -> str:
         if left >= 0:
             neighbours.append(f"{left} before")
         if right > 0:
-            neighbours.append(f"{right} behind")
+            neighbours.append(f"{right} after")
         mask += f", each sees itself and {' and '.join(neighbours)}"
 
     return f"Who owns which token, who computes what when: {tokens}, {plan.size} ranks, {mask}"
@@ -225,7 +225,7 @@ def _square(axes: "Axes", drawing: Drawing, index: int) -> None:
     any_round = np.max(drawing.rounds, axis=0)
 
     palette: list[Any] = [*ranks, *(to_rgba(rank, PALE) for rank in ranks), "white", MASKED]
-    kinds = np.where(any_round >= 0, 2 * size, 2 * size + 1)  # an index of the palette per pair
+    kinds = np.where(any_round >= 0, 2 * size, 2 * size + 1)  # each pair's index in the palette
     kinds = np.where(before >= 0, size + before, kinds)
     kinds = np.where(current >= 0, current, kinds)
 
@@ -248,7 +248,7 @@ def _square(axes: "Axes", drawing: Drawing, index: int) -> None:
 
 
 def _round_title(drawing: Drawing, index: int) -> str:
-    """Return the title of a round, with the KV of each rank if one rule holds for all."""
+    """Return the title of a round; it says which KV rank r has if one rule holds for all r."""
     size = drawing.plan.size
     steps = set()
     for rank in range(size):
@@ -268,7 +268,7 @@ def _round_title(drawing: Drawing, index: int) -> str:
 def _time_line(axes: "Axes", drawing: Drawing, longest: int) -> None:
     """Draw each rank's work over time, in (query, key) pairs.
 
-    If ranks go in step, a round ends with its slowest rank, and the others wait for it.
+    If ranks start each round together, they wait for the slowest rank of the round before.
     """
     size = drawing.plan.size
     work = drawing.work  # [rounds, P]
@@ -284,7 +284,7 @@ def _time_line(axes: "Axes", drawing: Drawing, longest: int) -> None:
 
     if drawing.in_step and len(starts) > 1:
         _round_marks(axes, starts[:, 0], ends[:, 0], bottom=size - 0.4)
-    # Behind bars and numbers.
+    # zorder=0: the line is behind the bars and numbers.
     axes.vlines(drawing.even, -0.42, size - 0.4, color=INK, linewidth=1.4, zorder=0)
 
     axes.set(xlim=(0, longest * 1.02), ylim=(size - 0.4, -0.85))
@@ -298,7 +298,10 @@ def _time_line(axes: "Axes", drawing: Drawing, longest: int) -> None:
 def _round_bars(
     axes: "Axes", pairs: np.ndarray, start: np.ndarray, end: np.ndarray, min_labelled: float
 ) -> None:
-    """Draw each rank's work in a round, and its wait; arrays are ``[P]``."""
+    """Draw each rank's work in a round, and its wait until ``end``; arrays are ``[P]``.
+
+    Bars of more than ``min_labelled`` pairs get their number of pairs as a label.
+    """
     ranks = colours(len(pairs))
     bars = axes.barh(
         range(len(pairs)),
@@ -348,7 +351,7 @@ def _round_marks(axes: "Axes", starts: np.ndarray, ends: np.ndarray, bottom: flo
 
 
 def _time_title(drawing: Drawing) -> str:
-    """Return the time that all ranks take, and the traffic of a sparse exchange."""
+    """Return the time line's title: the time of all ranks, and a sparse exchange's traffic."""
     plan = drawing.plan
     busy = drawing.even / drawing.slowest
     title = (

@@ -39,6 +39,7 @@ from planner.diffusion.search import (
 )
 from planner.diffusion.transformer import Grid, Transformer
 from planner.dry_run import tightly
+from planner.levers import title_of
 from runtime.errors import UserError, at_least
 from runtime.progress import counted, duration
 from tools.common.arguments import parser_for, run_command
@@ -279,7 +280,7 @@ def _memory_by(run: ClipRun) -> str:
 
 Column = Callable[[ClipCandidate, Cluster], str]
 COLUMNS: dict[str, Column] = {
-    "method": lambda row, _: row.run.method.title if row.run.context > 1 else "alone",
+    "method": lambda row, _: title_of(row.run.method) if row.run.context > 1 else "alone",
     "memory by": lambda row, _: _memory_by(row.run),
     "GPUs a clip": lambda row, _: str(row.run.context),
     "a step": lambda row, _: duration(row.prediction.time),

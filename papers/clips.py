@@ -152,7 +152,7 @@ def lines_of(row: Row) -> Iterator[str]:
         for cause, seconds in sorted(prediction.seconds.items(), key=lambda item: -item[1]):
             if seconds > 0.01 * prediction.time:
                 spent.append(f"{cause} {seconds / prediction.time:.0%}")
-        yield ", ".join(spent)
+        yield f"{', '.join(spent)} ({prediction.pointwise / prediction.time:.0%} between products)"
     else:
         yield from ("", "", "", "")
     amounts = [f"{count / 1e9:.1f}" for count in prediction.memory.values()]

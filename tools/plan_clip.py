@@ -39,10 +39,11 @@ from planner.diffusion.search import (
 )
 from planner.diffusion.transformer import Grid, Transformer
 from planner.dry_run import tightly
+from planner.levers import title_of
 from runtime.errors import UserError, at_least
 from runtime.progress import counted, duration
 from tools.common.arguments import parser_for, run_command
-from tools.common.plan_text import WIDTH, bars, grouped
+from tools.common.plan_text import WIDTH, bars, equal_to_first, grouped
 from tools.common.report import aligned
 from train.run import exit_status
 
@@ -188,6 +189,7 @@ def entry(candidate: ClipCandidate) -> dict[str, Any]:
         "predicted_seconds": prediction.time,
         "predicted_seconds_by_part": prediction.seconds,
         "predicted_forward_seconds": prediction.forward,
+        "predicted_pointwise_seconds": prediction.pointwise,
         "flops": prediction.flops,
         "tflops_per_gpu": prediction.tflops(run.gpus),
         "memory_bytes": prediction.bytes,
@@ -240,7 +242,10 @@ def answer(
         headline(model, clip, run, name, cluster),
         *discarded(ranking, cluster, top),
         table(shown, cluster),
-        f"row 1: {', '.join(spent)}; forwards take {duration(prediction.forward)}",
+        *equal_to_first([candidate.prediction.time for candidate in shown]),
+        f"row 1: {', '.join(spent)}",
+        f"       its forwards {duration(prediction.forward)}; of linear, norms, gates and casts "
+        f"{duration(prediction.pointwise)}",
         bars(prediction.memory, 0.0, cluster, owner),
         f"in the training script: cp = {call_of(run)}",
         *sources(run, cluster),
@@ -275,7 +280,7 @@ def _memory_by(run: ClipRun) -> str:
 
 Column = Callable[[ClipCandidate, Cluster], str]
 COLUMNS: dict[str, Column] = {
-    "method": lambda row, _: row.run.method.title if row.run.context > 1 else "alone",
+    "method": lambda row, _: title_of(row.run.method) if row.run.context > 1 else "alone",
     "memory by": lambda row, _: _memory_by(row.run),
     "GPUs a clip": lambda row, _: str(row.run.context),
     "a step": lambda row, _: duration(row.prediction.time),

@@ -13,6 +13,7 @@ from planner.diffusion.parts import Forward, Tokens
 from planner.diffusion.symbols import Training
 from planner.diffusion.tape import ATTENTION
 from planner.diffusion.transformer import Transformer
+from planner.step_memory import num_outputs
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """Linear modules that diffusers' training scripts give adapters: those of the attention."""
@@ -49,13 +50,19 @@ class ClipRun:
         """Return the micro-batches of a group."""
         return self.batch // (self.groups * self.samples)
 
-    def training(self, attention_buffers: int = 0) -> Training:
-        """Return what is trained, for the record of the forward."""
+    def training(self, plan: Plan | None = None, buffers: int = 0) -> Training:
+        """Return what is trained, for the record of the forward.
+
+        Args:
+            plan: the joint attention's, by default on one rank.
+            buffers: bytes that its backward needs.
+        """
         return Training(
             self.element_size,
             self.lora_rank,
             self.lora_targets,
-            attention_buffers=attention_buffers,
+            attention_buffers=buffers,
+            attention_outputs=1 if plan is None else num_outputs(plan),
         )
 
 

@@ -33,6 +33,8 @@ class ClipPrediction:
     memory: dict[str, float]
     forward: float
     """Seconds of the forwards among them."""
+    pointwise: float
+    """Seconds of ``linear`` between the products: norms, gates, casts, rotations and sums."""
     flops: float
     """FLOPs of the step over all ranks, without what is computed again."""
     links: Links
@@ -79,7 +81,7 @@ class ClipStep:
         # The forward is recorded with the buffers of that plan's backward.
         moves = self.plan.backward_moves(self.sizes)
         buffers = backward_buffers(self.plan, self.sizes, moves) * run.tp
-        self.traces = traces_of(model, run.training(buffers), self.tokens)
+        self.traces = traces_of(model, run.training(self.plan, buffers), self.tokens)
 
         # The rest of the step, in the numbers of any model.
         self.arrangement = Arrangement(
@@ -120,6 +122,10 @@ class ClipStep:
             seconds=self.seconds(),
             memory=self.memory(),
             forward=self.forward_seconds(),
+            pointwise=3
+            * self.run.micro_batches
+            * len(self.traces.blocks)
+            * self._block().pointwise,
             flops=self.run.batch * sum(clip_flops(self.model, self.clip, training)),
             links=attention_seconds(self.plan, self.sizes, self.cluster, self.run.tp)[2],
         )

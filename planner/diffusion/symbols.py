@@ -19,6 +19,8 @@ class Training:
     """True if the attention is that of ``parallel.diffusers``, on any number of ranks."""
     attention_buffers: int = 0
     """Bytes that the backward of a joint attention needs, its results included."""
+    attention_outputs: int = 1
+    """Copies of its output that a joint attention keeps: two if heads are exchanged."""
 
     @property
     def trains_all(self) -> bool:

@@ -287,17 +287,28 @@ class Tape:
         q = self.copy(self.copy(q))
         k = self.copy(self.copy(k))
         v = self.copy(self.copy(v))
-        buffers = self.training.attention_buffers
-        out = self._attend(q, k, v, heads, buffers=buffers, mask=mask)
+        training = self.training
+        outputs = training.attention_outputs
+        buffers = training.attention_buffers
+        out = self._attend(q, k, v, heads, outputs=outputs, buffers=buffers, mask=mask)
         return self.copy(self.copy(out))
 
     def _attend(
-        self, q: Symbol, k: Symbol, v: Symbol, heads: int, *, buffers: int = 0, mask: int = 0
+        self,
+        q: Symbol,
+        k: Symbol,
+        v: Symbol,
+        heads: int,
+        *,
+        outputs: int = 1,
+        buffers: int = 0,
+        mask: int = 0,
     ) -> Symbol:
         is_tracked = q.is_tracked or k.is_tracked or v.is_tracked
         out = self._new(q.rows, q.width, q.size, is_tracked)
         lse = Storage(STATISTIC * q.rows * heads)
-        saved = (q.storage, k.storage, v.storage, out.storage, lse)
+        others = Storage((outputs - 1) * out.bytes)
+        saved = (q.storage, k.storage, v.storage, out.storage, lse, others)
         results = q.bytes + k.bytes + v.bytes
         self._record((q, k, v), out, saved, temporary=max(0, buffers - results), mask=mask)
         return out

@@ -31,6 +31,8 @@ from tests.planner.diffusion.models import (
     predicted_of,
 )
 
+pytest.importorskip("diffusers", reason="compares with diffusers' models")
+
 PRODUCTS = (
     "aten.mm",
     "aten.addmm",

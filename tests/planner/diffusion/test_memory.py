@@ -5,13 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel.context.config import FullContextConfig
 from parallel.diffusers import shard
+from planner.cluster import load_cluster
 from planner.diffusion.memory import outside_bytes, waiting_bytes
-from planner.diffusion.run import ClipRun, traces_of
+from planner.diffusion.run import ClipRun, plan_of, traces_of
 from planner.diffusion.wan import Wan
+from runtime.ranks import run_ranks
 from tests.planner.diffusion.models import (
     CONFIGS,
     TARGETS,
@@ -22,6 +26,10 @@ from tests.planner.diffusion.models import (
     predicted_of,
 )
 
+pytest.importorskip("diffusers", reason="compares with diffusers' models")
+pytest.importorskip("peft", reason="compares with peft's adapters")
+
+METHODS = ("ring", "ulysses", "allgather", "exchange")
 PLAIN = ["wan", "wan i2v", "hunyuan", "flux"]
 """Models whose own attention has no mask of all pairs, which ``shard`` leaves out."""
 
@@ -103,6 +111,32 @@ def test_a_batch_and_copies_of_its_parts_are_predicted(name):
     real = saved_bytes(model, inputs(name, dtype, batch=2))
     predicted = predicted_bytes(numbers(name, dtype, batch=2, sharded=False))
     assert predicted == pytest.approx(real, rel=0.02)
+
+
+def saved_on_rank(rank, world_size, cells):
+    """Saved bytes of each cell's model and method on a rank of two."""
+    results = []
+    for name, method in cells:
+        model = built(name, torch.bfloat16)
+        shard(model, dist.group.WORLD, method=method)
+        results.append(saved_bytes(model, inputs(name, torch.bfloat16)))
+    return results
+
+
+def test_two_ranks_save_half_by_every_method():
+    cells = [(name, method) for name in ("wan", "hunyuan", "flux") for method in METHODS]
+    results = run_ranks(saved_on_rank, 2, cells)
+    for (name, method), *by_rank in zip(cells, *results, strict=True):
+        config = FullContextConfig(
+            context_parallel_method=method, context_parallel_layout="contiguous"
+        )
+        model, clip = described(name)
+        run = ClipRun(gpus=2, context=2, method=config)
+        plan = plan_of(model, clip, run, load_cluster("cpu"))
+        tokens = clip.local_tokens(model, plan.local_len)
+        traces = traces_of(model, replace(run.training(plan), fused_norms=False), tokens)
+        predicted = predicted_bytes((run, model, tokens, traces))
+        assert predicted == pytest.approx(max(by_rank), rel=0.02), (name, method)
 
 
 def test_a_time_for_each_token_is_predicted():

@@ -6,7 +6,7 @@
 #   BENCH   program of `make bench`: attention, linear or memory, and with root link or link.attention
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
-#   EXTRAS  more to install with `make venv`: data, digits, images, logging, dev, peers (targets that need one install it)
+#   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, dev, peers (targets that need one install it)
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer          PY    one that has everything; then none is made
 
 VENV   ?= .venv
@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable .
 	@echo "$(TORCH)" > $(STAMP)
 $(VENV)/.longmesh-%: $(STAMP)
-	@$(if $(filter $*,data digits images logging dev peers),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, dev, peers))echo "installing the extra $* into $(VENV)"
+	@$(if $(filter $*,data digits images logging video dev peers),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, video, dev, peers))echo "installing the extra $* into $(VENV)"
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]" && touch $@
 
 pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint

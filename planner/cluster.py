@@ -181,6 +181,16 @@ class Cluster:
         return self.delta_fraction or DELTA * self.attention_fraction
 
     @property
+    def products_flops_per_s(self) -> float:
+        """FLOP/s that matrix products reach."""
+        return 1e12 * self.peak_tflops * self.matmul_fraction
+
+    @property
+    def attention_flops_per_s(self) -> float:
+        """FLOP/s that the attention kernel reaches."""
+        return 1e12 * self.peak_tflops * self.attention_fraction
+
+    @property
     def inside_bytes_per_s(self) -> float:
         """Bytes per second from one rank to others of its node."""
         return self.inside_gb_per_s * GB

@@ -93,7 +93,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
             return fits(of_length(config, num_steps * STEP), world_size, cluster, progress)
 
         if fits_length(1):
-            return STEP * _last(fits_length, MAX_TOKENS // STEP)
+            return STEP * last_good(fits_length, MAX_TOKENS // STEP)
     raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
 
 
@@ -112,7 +112,7 @@ def fewest(config: Config, cluster: Cluster) -> int:
         for size in sorted({per_node, *powers}):
             if fits(config, size, cluster, progress):
                 return size
-        num_nodes = 1 + _last(is_too_small, MAX_PROCESSES // per_node, exact=True)
+        num_nodes = 1 + last_good(is_too_small, MAX_PROCESSES // per_node, exact=True)
     if num_nodes * per_node > MAX_PROCESSES:
         raise ConfigError(
             f"seq_length is {config.train.seq_length}, too long for {MAX_PROCESSES} processes; "
@@ -132,7 +132,7 @@ def of_length(config: Config, tokens: int) -> Config:
     return config.updated(seq_length=tokens)
 
 
-def _last(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
+def last_good(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
     """Return the largest n in [1, maximum] with is_good(n); all smaller n must be good too.
 
     The upper bound doubles first, then the interval is halved. Without ``exact`` the relative error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from parallel.context.config import ContextConfig
 from parallel.context.methods import METHODS
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
@@ -225,8 +226,12 @@ def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
 
 
 def method_of(config: AnyConfig) -> str:
-    """Describe the method in a few words."""
-    context = config.context
+    """Describe a configuration's method in a few words."""
+    return title_of(config.context)
+
+
+def title_of(context: ContextConfig) -> str:
+    """Describe a method in a few words, with the placement of its teams."""
     if context.context_parallel_team_size > 1:
         return f"{context.title}, {context.context_parallel_placement}"
     return context.title

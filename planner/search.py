@@ -194,12 +194,8 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
 
     ranks_per_node = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
     for name, method in METHODS.items():
-        if not _suits_mask(config, method):
-            continue
-        if method.splits_heads:
-            yield _with_method(base, name)
-        else:
-            yield from _variants(base, name, size, ranks_per_node)
+        if _suits_mask(config, method):
+            yield from variants(base, name, size, ranks_per_node)
 
 
 def _suits_mask(config: AnyConfig, method: Any) -> bool:
@@ -211,11 +207,14 @@ def _suits_mask(config: AnyConfig, method: Any) -> bool:
     return not (config.delta and method.layout(causal=True) == "striped")
 
 
-def _variants(
+def variants(
     base: ContextConfig, name: str, size: int, ranks_per_node: int
 ) -> Iterator[ContextConfig]:
     """Yield a method with every Ulysses degree, team size and placement that fits the ranks."""
     method = METHODS[name]
+    if method.splits_heads:
+        yield _with_method(base, name)
+        return
     team_sizes = [1]
     placements: tuple[str, ...] = PLACEMENTS[:1]
     if method.teams:

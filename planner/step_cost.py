@@ -91,18 +91,23 @@ def step_seconds(
         cluster: rates of computing and links.
     """
     tp = arrangement.tp
-    layers = arrangement.stage_layers(work)
     tokens = work.tokens(plan)
-
-    # Seconds of a layer's forward pass, and of the output projection's.
-    rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
-    output = work.vocab * work.hidden
-    products = 2 * tokens * (work.matrix_weights - output) / work.layers / tp / rate
-    head = 2 * tokens * output / tp / rate
+    products = 2 * tokens * (work.matrix_weights - work.vocab * work.hidden) / work.layers / tp
     pointwise = _pointwise_seconds(work, tokens, arrangement, cluster)
     sizes = rank_sizes(work, plan, tp)
     forward, backward, links = _mean_attention(work, plan, sizes, cluster, tp)
-    layer = LayerSeconds(products, pointwise, forward, backward)
+    layer = LayerSeconds(products / cluster.products_flops_per_s, pointwise, forward, backward)
+    return seconds_of_layers(layer, work, plan, arrangement, cluster), links
+
+
+def seconds_of_layers(
+    layer: LayerSeconds, work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
+) -> dict[str, float]:
+    """Return the seconds of a step by cause, for a layer's seconds; see ``step_seconds``."""
+    tp = arrangement.tp
+    layers = arrangement.stage_layers(work)
+    tokens = work.tokens(plan)
+    head = 2 * tokens * work.vocab * work.hidden / tp / cluster.products_flops_per_s
 
     # A micro-batch has a forward pass, and backward passes to the inputs and the trained weights.
     passes = 2 + work.trained_share
@@ -131,7 +136,7 @@ def step_seconds(
     seconds["data parallel"] = max(
         cluster.exposed_share * exchange_seconds, exchange_seconds - overlap_seconds
     )
-    return seconds, links
+    return seconds
 
 
 def _pointwise_seconds(
@@ -172,7 +177,7 @@ def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> 
     if tp == 1:
         return 0.0
     sent = tokens * work.hidden * work.element_size * (tp - 1) / tp
-    return 8 * _ring_seconds(sent, tp, 1, cluster)
+    return 8 * ring_seconds(sent, tp, 1, cluster)
 
 
 def _offload_seconds(
@@ -207,7 +212,7 @@ def _mean_attention(
     layers of one or two kinds: softmax attention beside a delta rule, beside linear attention, or
     with and without a window.
     """
-    forward, backward, links = _attention(plan, sizes, cluster, tp)
+    forward, backward, links = attention_seconds(plan, sizes, cluster, tp)
 
     # Softmax layers beside a delta rule have the same plan as the delta rule's layers.
     if work.delta is not None:
@@ -235,7 +240,7 @@ def _mean_attention(
     if work.window is None:
         return forward, backward, links
     share = work.windowed_layers / work.layers
-    windowed = _attention(plan.windowed(work.window), sizes, cluster, tp)
+    windowed = attention_seconds(plan.windowed(work.window), sizes, cluster, tp)
     if work.windowed_layers == work.layers:
         links = windowed[2]
     return (
@@ -246,7 +251,9 @@ def _mean_attention(
 
 
 @lru_cache(maxsize=4096)
-def _attention(plan: Plan, sizes: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
+def attention_seconds(
+    plan: Plan, sizes: Sizes, cluster: Cluster, tp: int
+) -> tuple[float, float, Links]:
     """Return the seconds of a layer's attention, forward and backward, and the bytes that it sends.
 
     The results are cached, since they are the same for all pipelines and recompute policies.
@@ -294,8 +301,8 @@ def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster
         return 0.0
     tp = arrangement.tp
     sent = work.parameters / (tp * arrangement.pp) * (num_ranks - 1) / num_ranks
-    weights = _ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
-    gradients = _ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
+    weights = ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
+    gradients = ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
 
     # An all-reduce sends as much as a reduce-scatter and an all-gather. zero3 gathers weights in
     # every forward and backward pass, zero1 and zero2 once after the update. zero1 sums gradients
@@ -307,7 +314,7 @@ def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster
     return num_gathers * weights + num_sums * gradients
 
 
-def _ring_seconds(num_bytes: float, num_ranks: int, stride: int, cluster: Cluster) -> float:
+def ring_seconds(num_bytes: float, num_ranks: int, stride: int, cluster: Cluster) -> float:
     """Predict the time to send bytes around a ring of every ``stride``-th rank.
 
     The other rings of the same kind share the links.

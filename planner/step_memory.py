@@ -48,7 +48,7 @@ def memory_of(work: StepShape, plan: Plan, arrangement: Arrangement) -> dict[str
         plan: the attention over cp, of one micro-batch.
         arrangement: the other dimensions of the mesh, and the settings that save memory.
     """
-    states, gradients, temporary_weights = _weights(work, plan, arrangement)
+    states, gradients, temporary_weights = weight_bytes(work, plan, arrangement)
     activations, temporary = _activations(work, plan, arrangement)
     memory_by_moment = []
     for gradient, activation, passing, rest in zip(
@@ -91,7 +91,7 @@ def _stage(work: StepShape, arrangement: Arrangement) -> _Stage:
     return _Stage(arrangement.stage_layers(work), per_layer, outside, output)
 
 
-def _weights(
+def weight_bytes(
     work: StepShape, plan: Plan, arrangement: Arrangement
 ) -> tuple[float, Moments, Moments]:
     """Count the weights with the optimizer's state, their gradients, and temporary copies of both.

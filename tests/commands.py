@@ -42,7 +42,9 @@ NOT_RUN = {
     r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": (
         "placeholder: a name of yours stands in it"
     ),
-    r"^make venv|^git clone": "network: it downloads what every other command here already has",
+    r"^make venv|^git clone|^pip install": (
+        "network: it downloads what every other command here already has"
+    ),
     r"--vae": "network: weights of a VAE",
     r"^make (?:gpu-|nccl-)": "GPU",
     r"^sbatch|^squeue|^scontrol|SLURM_CONF|tests\.slurm\.cluster": (
@@ -57,7 +59,7 @@ NOT_RUN = {
         "input: a model or data of yours"
     ),
     r"their_adapter|texts/|buffer/|book\.txt| tokenizer\.json": "input: a model or data of yours",
-    r"runs/(?:long|own|books|lora|exported|adapter)\b|--check latents": (
+    r"runs/(?:long|own|books|lora|exported|adapter)\b|--check (?:latents|clips)": (
         "input: a run of yours, trained on GPUs"
     ),
     r"^make test": "long: CI runs it",

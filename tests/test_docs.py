@@ -15,7 +15,7 @@ from tests.starts import ROOT
 LONGEST_README, WIDEST = 150, 120
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
-# Of pip, torchrun, Slurm, unshare and nsenter.
+# Of pip, torchrun, accelerate, Slurm, unshare and nsenter.
 OTHERS_FLAGS = """
     --extra-index-url --standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint
     --signals-to-handle
@@ -23,7 +23,7 @@ OTHERS_FLAGS = """
     --cpus-per-task
     --kill-on-invalid-dep --export --distribution --cpu-bind --gpu-bind --numa-binding --local-dir
     --exclude --include
-    --ntasks-per-node --user --map-root-user --net --target
+    --num-processes --mixed-precision --ntasks-per-node --user --map-root-user --net --target
 """.split()
 
 

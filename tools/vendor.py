@@ -1,8 +1,8 @@
 """Write only the attention as a package `longmesh_attention`, to vendor in another project.
 
-The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports
-and the namespace of their custom operators renamed, so that a project with folders of these names
-can import it, even beside a checkout.
+The package holds parallel/context, parallel/transformers, parallel/diffusers, kernels and runtime,
+with their imports and the namespace of their custom operators renamed, so that a project with
+folders of these names can import it, even beside a checkout.
 
     python -m tools.vendor ../mine                   # writes or updates ../mine/longmesh_attention
     python -m tools.vendor wheels --package my_ring  # writes a project wheels/my_ring and its wheel
@@ -33,6 +33,14 @@ ORIGIN = "ORIGIN.json"
 TEMPLATES = ROOT / "tools/templates"
 TESTS = (
     "parallel/context/test_over.py",
+    "parallel/diffusers/cases.py",
+    "parallel/diffusers/draws.py",
+    "parallel/diffusers/image_models.py",
+    "parallel/diffusers/video_models.py",
+    "parallel/diffusers/test_packing.py",
+    "parallel/diffusers/test_refusals.py",
+    "parallel/diffusers/test_shard.py",
+    "parallel/diffusers/test_training.py",
     "parallel/transformers/families.py",
     "parallel/transformers/test_batch.py",
     "parallel/transformers/test_probe.py",
@@ -51,14 +59,19 @@ def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, byte
     Raises UserError if a file imports a longmesh module that is not in the package, or has an
     import that cannot be renamed.
     """
-    folders = [module.replace(".", "/") for module in PARTS]
-    commit = commit_of(ROOT, *folders, "LICENSE")
     files: dict[str, bytes] = {}
+    paths = []
     for module, part in PARTS.items():
         folder = ROOT.joinpath(*module.split("."))
-        for path in sorted(folder.rglob("*.py")):
-            target = (Path(part) / path.relative_to(folder)).as_posix()
-            files[target] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
+        sources = {path: Path(part, path.relative_to(folder)) for path in folder.rglob("*.py")}
+        if not folder.is_dir():
+            folder = folder.with_suffix(".py")
+            sources = {folder: Path(f"{part}.py")}
+        paths.append(folder.relative_to(ROOT).as_posix())
+        for path, target in sorted(sources.items()):
+            content = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
+            files[target.as_posix()] = content
+    commit = commit_of(ROOT, *paths, "LICENSE")
 
     names = _public_names(ROOT / "parallel/context/__init__.py")
     imported = "".join(f"    {public},\n" for public in names)
@@ -228,7 +241,7 @@ def _name(text: str) -> str:
     Raises UserError if it is not a valid module name, or names a module of Python, longmesh or a
     library that the package imports.
     """
-    others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
+    others = {"diffusers", "transformers", "torch", "numpy"} | sys.stdlib_module_names
     if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
         raise UserError(
             f"--package is {text!r}; give a valid Python module name that no other module has"

@@ -171,6 +171,12 @@ def _index(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); {_WRITE}") from error
 
+    if isinstance(index, dict) and index.get("format") == "clips":
+        raise DataError(
+            f"{path} is of clips with captions, and this reads images or clips with labels; "
+            "python -m tools.prepare_clips --check reads it, and docs/examples/finetune_clip.py "
+            "trains on it"
+        )
     if not isinstance(index, dict) or index.get("version") != 1:
         raise DataError(f"{path} is not an index of version 1; {_WRITE}")
     shape = index.get("shape")

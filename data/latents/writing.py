@@ -36,7 +36,7 @@ def write_latents(
     shape: tuple[int, ...] | None = None
     samples = 0
     with ExitStack() as stack:
-        with _writable(folder):
+        with writable(folder):
             stack.enter_context(owned(folder))
         if (folder / INDEX).exists():
             raise DataError(f"{folder} already holds latents; give another one, or remove this one")
@@ -49,13 +49,13 @@ def write_latents(
                     f"samples have {shape}; write latents of one shape"
                 )
             latents = _cast(latents, dtype, first=samples)
-            with _writable(folder):
+            with writable(folder):
                 names = _write_shard(drafts_of, folder, len(shards), latents, labels, kind)
             shards.append({**names, "samples": len(latents)})
             samples += len(latents)
         if shape is None:
             raise DataError(f"there are no samples to write to {folder}; check the input")
-        with _writable(folder):
+        with writable(folder):
             content = {"version": 1, "shape": list(shape), "dtype": dtype, "shards": shards}
             draft = drafts_of(folder / INDEX)[0]
             draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -102,7 +102,8 @@ def _write_shard(
 
 
 @contextmanager
-def _writable(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> Iterator[None]:
+    """Turn the errors of writing into a DataError that names the folder."""
     from safetensors import SafetensorError
 
     try:

@@ -5,8 +5,8 @@ batch = cp.batch(input_ids, labels, documents=lengths)  # the whole batch in, th
 loss = cp.loss(model(**batch.inputs), batch)  # the same number on every rank
 """
 
+from parallel.comparison import Report
 from parallel.transformers.batch import Batch
-from parallel.transformers.check import Report
 from parallel.transformers.shard import Sharded, shard
 from parallel.transformers.trainer import ContextParallelTrainer
 

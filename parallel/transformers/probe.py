@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.comparison import evaluating
 from parallel.context import ContextError, Plan
 from parallel.transformers.batch import Positions
 from parallel.transformers.configs import attention_named
@@ -192,18 +193,6 @@ def _model_positions(
         f"{type(model).__name__} cannot be sharded: without position_ids it computes positions "
         f"that are not consecutive from one of {firsts} on, and the ranks cannot compute them"
     )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation mode until the block ends; restore each module's own mode."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.loss import cross_entropy_sum
+from parallel.comparison import Report, mean_loss
 from parallel.context import ContextParallel, context_parallel
 from parallel.context.methods import METHODS, method_of
 from parallel.transformers.batch import Batch, check_same, pack, shard_batch
-from parallel.transformers.check import Report, compare
+from parallel.transformers.check import compare
 from parallel.transformers.configs import attentions, configs, restore, separate, set_attentions
 from parallel.transformers.draws import Draws
 from parallel.transformers.layers import CONTEXT, NAME, install
@@ -129,20 +129,7 @@ class Sharded:
                 the mean.
         """
         loss_sum, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
-        sums = torch.stack([loss_sum.detach().double(), valid.double()])
-        world_size = 1
-        if self.world is not None:
-            dist.all_reduce(sums, group=self.world)
-            world_size = dist.get_world_size(self.world)
-        if count is None:
-            tokens = sums[1].clamp(min=1)
-        else:
-            tokens = torch.as_tensor(count, device=sums.device).double()
-
-        # The gradient is that of this rank's share, times the number of ranks over which it will be
-        # averaged; the value is the global mean.
-        share = loss_sum * (world_size / tokens).to(loss_sum.dtype)
-        return share - share.detach() + (sums[0] / tokens).to(loss_sum.dtype)
+        return mean_loss(loss_sum, valid, self.world, count)
 
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Gather every rank's ``[1, n, ...]`` to ``[B, T, ...]``, 0 in padding; no gradient.

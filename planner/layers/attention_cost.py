@@ -185,7 +185,8 @@ class AttentionCost:
         computed_pairs = work.pairs + cluster.masked_share * work.hidden
         flops_per_pair = operations * sizes.batch * sizes.heads * sizes.head_dim
         launches = work.tiles * sizes.stages
-        return computed_pairs * flops_per_pair / self._rate + launches * cluster.launch_us * MICRO
+        computing = computed_pairs * flops_per_pair / cluster.attention_flops_per_s
+        return computing + launches * cluster.launch_us * MICRO
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Return linear attention's seconds: a chain of states, or gathers during the scan."""
@@ -193,10 +194,11 @@ class AttentionCost:
         sizes = self.sizes
         state = sizes.head_dim**2
         elements = sizes.batch * sizes.tokens * sizes.heads * state
-        scan = operations * elements / self._rate
+        rate = self.cluster.attention_flops_per_s
+        scan = operations * elements / rate
         if geometry.method.states == "gather":
             # Each rank computes its local state first; the scan then overlaps with the gather.
-            local_state = STATE * elements / self._rate
+            local_state = STATE * elements / rate
             gathers = 0.0
             for collective in collectives(geometry, sizes, None):
                 gathers += self._transfer(collective_messages(collective))
@@ -219,11 +221,6 @@ class AttentionCost:
             gradients=moves is not None,
             boundaries=self.plan.boundaries,
         )
-
-    @property
-    def _rate(self) -> float:
-        """FLOP/s of the attention kernel."""
-        return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
 
     def _transfer(self, *together: Sent) -> float:
         return transfer_seconds(together, self.plan.size, self.cluster, self.tp)

@@ -178,7 +178,7 @@ def test_what_was_kept_serves_one_backward():
         ({"recompute_offload": True}, "recompute_granularity is none"),
         (
             {"recompute_offload": True, "recompute_granularity": "selective"},
-            "use full or attention_boundary",
+            "to full or attention_boundary",
         ),
     ],
 )

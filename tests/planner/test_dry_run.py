@@ -72,8 +72,8 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
         "writes one"
     ) in captured.out
     assert (
-        "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other "
-        "machines"
+        "note: predicted for a CPU, this machine's device; --cluster FILE (such as "
+        "configs/clusters/h100_pod.toml) predicts for other machines"
     ) in captured.out
     (start,) = (line for line in captured.out.splitlines() if line.startswith("start: "))
     config = parse_args(shlex.split(start.partition("pretrain_gpt.py")[2]))

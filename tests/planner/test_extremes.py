@@ -10,7 +10,7 @@ import pytest
 from parallel.recompute import RecomputeConfig
 from planner import levers
 from planner.cluster import CLUSTERS, load_cluster
-from planner.extremes import PRECISION, STEP, _last, changes, fewest, fits, longest, of_length
+from planner.extremes import PRECISION, STEP, changes, fewest, fits, last_good, longest, of_length
 from planner.levers import least_memory, settings
 from planner.search import arrangements, nothing_left, rank, weigh
 from runtime.errors import UserError
@@ -70,9 +70,9 @@ def test_the_fewest_processes_hold_it_and_fewer_do_not(config):
 
 @pytest.mark.parametrize("last", [1, 2, 3, 63, 64, 100, 1000])
 def test_the_last_number_is_found(last):
-    assert _last(lambda n: n <= last, 5000, exact=True) == last
-    assert last - last // PRECISION <= _last(lambda n: n <= last, 5000) <= last
-    assert _last(lambda n: True, 700, exact=True) == 700
+    assert last_good(lambda n: n <= last, 5000, exact=True) == last
+    assert last - last // PRECISION <= last_good(lambda n: n <= last, 5000) <= last
+    assert last_good(lambda n: True, 700, exact=True) == 700
 
 
 def test_what_fits_nowhere_is_refused(config, monkeypatch):

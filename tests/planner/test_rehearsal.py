@@ -78,7 +78,7 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
         match=r"pipeline stage 0 returns \[1, 31, 16\] torch.float32, but the next stage takes",
     ):
         rehearse(config, broken(lambda x: x[:, 1:]), 0, 4, per_node=2)
-    with pytest.raises(UserError, match=r"gives .* torch.float64"):
+    with pytest.raises(UserError, match=r"returns .* torch.float64"):
         rehearse(config, broken(Tensor.double), 0, 4, per_node=2)
     with pytest.raises(RuntimeError, match=r"size|shape"):
         rehearse(config, broken(lambda x: x[..., 1:]), 2, 4, per_node=2)

@@ -42,7 +42,7 @@ def test_a_job_on_gpus_with_a_torch_for_cpus_is_refused_before_it_waits_in_a_que
         monkeypatch.setenv("PYTHON", python_with(tmp_path / name, version, None))
         ending = end(submit.main, [*job, *RUN])
         assert ending.status == 1
-        assert re.search(f"^error: {tmp_path}/{words}.* make venv TORCH=torch==", ending.stderr), (
+        assert re.search(f"^error: {tmp_path}/{words}.*make venv TORCH=torch==", ending.stderr), (
             ending.stderr
         )
         assert submit.main([*job, "--dry-run", *RUN]) == 0

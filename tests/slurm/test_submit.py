@@ -185,7 +185,7 @@ def test_a_site_has_a_script_of_its_own(capsys, tmp_path, monkeypatch):
     [
         ("--nodes 1 RUN --dry-run", "dry_run is among the run's flags"),
         ("--nodes 1 --array '--seed 2' '--lr 1 --save=q' -- RUN", "save is in '--lr 1 --save=q'"),
-        ("--gpus 12 RUN", "gpus is 12, and .* has 8 per node"),
+        ("--gpus 12 RUN", "gpus is 12, but .* has 8 per node"),
         ("--nodes 1 train.py", "the entry is train.py"),
         ("--nodes 1 RUN --context-parallel-size 3", "context_parallel_size is 3"),
         ("--nodes 1 RUN --save none", "save is not set"),

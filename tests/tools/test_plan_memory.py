@@ -35,7 +35,7 @@ def test_memory_by_component_and_what_to_change_first(capsys, tmp_path, monkeypa
     assert passes == [("forward", "1"), ("forward", "2"), ("backward", "2"), ("backward", "1")]
     refusal = (
         r"does not fit in [\d.]+ GB: a process takes [\d.]+ .B\n"
-        r"change, .* then takes [\d.]+ ms:\n  --loss-chunk-"
+        r"settings to change, .* then takes [\d.]+ ms:\n  --loss-chunk-"
     )
     assert re.search(rf"\n  logits +[#+. ]+\d+\.\d MB\n(.*\n)+{refusal}size 2048", out)
     assert main([*plan_command, "--cluster", str(small), "--json"]) == 0

@@ -240,7 +240,7 @@ def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     warnings = {
         "bad.txt": "not UTF-8",
-        "empty.txt": "no line",
+        "empty.txt": "only empty lines",
         "none.txt": "does not exist",
         ".": "is a folder",
     }

@@ -304,6 +304,7 @@ ALONE = f"""
 import sys
 import {NAME}
 from {NAME}.transformers import shard
+from {NAME}.diffusers import noise_like, shard
 tops = {{name.split(".")[0] for name in sys.modules}}
 print("TAKEN", sorted(tops & set(sys.argv[1:])))
 """
@@ -344,7 +345,7 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
     assert vendor.main([str(tmp_path), "--package", NAME]) == 0
     (built,) = tmp_path.glob("*.whl")
     assert built.name == f"{NAME}-{vendor.__version__}-py3-none-any.whl"
-    assert built.stat().st_size < 300_000
+    assert built.stat().st_size < 350_000
     with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp_path / "site")
     about = tmp_path / "site" / f"{NAME}-{vendor.__version__}.dist-info"
@@ -368,15 +369,16 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
         path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))
     )
     alone = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-    done = ended([sys.executable, "-c", ALONE, *ours, "transformers"], **alone)
+    done = ended([sys.executable, "-c", ALONE, *ours, "transformers", "diffusers"], **alone)
     assert done.stdout.endswith("TAKEN []\n"), done.stdout + done.stderr
-    quick = [f"tests/{path}" for path in TESTS if path.endswith(("test_over.py", "test_batch.py"))]
+    names = ("test_over.py", "test_batch.py", "diffusers/test_refusals.py")
+    quick = [f"tests/{path}" for path in TESTS if path.endswith(names)]
     done = ended(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *quick],
         **alone,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(quick) == 2
+    assert len(quick) == 3
 
 
 def test_a_project_is_the_package_its_tests_and_what_pip_reads():

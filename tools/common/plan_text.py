@@ -253,11 +253,14 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
     """
     if rows[0].measured is not None:
         return []
+    return equal_to_first([row.candidate.prediction.time for row in rows])
 
-    fastest = rows[0].candidate.prediction.time
+
+def equal_to_first(seconds: Sequence[float]) -> list[str]:
+    """List the numbers of the times that are equal to the first one within ``ALIKE``."""
     numbers = []
-    for number, row in enumerate(rows[1:], 2):
-        if row.candidate.prediction.time < (1 + ALIKE) * fastest:
+    for number, time in enumerate(seconds[1:], 2):
+        if time < (1 + ALIKE) * seconds[0]:
             numbers.append(str(number))
 
     if not numbers:

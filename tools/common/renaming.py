@@ -14,7 +14,9 @@ from runtime.errors import UserError
 
 PACKAGE = "longmesh_attention"
 PARTS = {
+    "parallel.comparison": "comparison",
     "parallel.context": "context",
+    "parallel.diffusers": "diffusers",
     "parallel.transformers": "transformers",
     "kernels": "kernels",
     "runtime": "runtime",

@@ -161,7 +161,7 @@ def test_bad_id_is_caught_at_the_start_and_at_reading(dtype, bad, tmp_path, monk
         indexed.check_indexed, "__defaults__", (100,)
     )  # as in a corpus too large to scan
     train = build(prefix, vocab_size=100)[0]
-    message = "-1 in 1 places" if stored == -1 else f"{stored}, but the vocabulary has 100"
+    message = "-1 at 1 positions" if stored == -1 else f"{stored}, but the vocabulary has 100"
     with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds token id {message}"):
         tokens_of(train, range(len(train)))
 

@@ -144,7 +144,7 @@ def test_preparing_again_keeps_or_refuses(tmp_path, folder):
         (lambda d: (d / "d.json").unlink(), "other files of the same data are missing"),
         (lambda d: (d / "d.json").write_text("{}"), "not a record"),
         (lambda d: (d / "d.bin").write_bytes(b"short"), r"d\.bin has 5 bytes"),
-        (lambda d: (d / "d.model").write_bytes(b"garbage"), "no sentencepiece model"),
+        (lambda d: (d / "d.model").write_bytes(b"garbage"), "not a sentencepiece model"),
         (lambda d: write_documents(d / "d", [[1, 2]]), "disagree"),
     ],
 )

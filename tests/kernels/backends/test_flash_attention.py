@@ -132,7 +132,7 @@ def test_a_version_that_cannot_run_is_refused_with_the_reason(name, set_gpu, tmp
     install(tmp_path, monkeypatch, files)
     with pytest.raises(
         UserError,
-        match=rf"^attention_backend is {version}, and .*{reason}.*; install .*, or use auto$",
+        match=rf"^attention_backend is {version}, but .*{reason}.*; install .*, or use auto$",
     ) as no:
         select_backend(version, *CUDA)
     assert "\n" not in str(no.value)

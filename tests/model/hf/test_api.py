@@ -251,7 +251,7 @@ def test_sinks_are_refused_both_ways(name):
     ):
         with pytest.raises(
             UserError,
-            match=r"softmax_type is learnable, but Hugging Face.s .*; only vanilla can be",
+            match=r"softmax_type is learnable, but for Hugging Face.s .* it must be vanilla",
         ):
             refused()
     with pytest.raises(
@@ -270,7 +270,7 @@ def test_sinks_are_refused_both_ways(name):
             {"model.layers.0.self_attn.q_proj.bias": (48,)},
             r"unknown model\.layers\.0\.self_attn",
         ),
-        ("llama, mha", "", {}, r"k_proj\.weight has shape \(16, 48\); .* \(48, 48\)"),
+        ("llama, mha", "", {}, r"k_proj\.weight has shape \(16, 48\), .* \(48, 48\)"),
         ("llama, tied", "", {}, "tie_word_embeddings"),
         ("llama", "", {"model.layers.1.self_attn.rotary_emb.inv_freq": (4,)}, None),
         (
@@ -285,7 +285,7 @@ def test_sinks_are_refused_both_ways(name):
             {"transformer.h.0.crossattention.weight": (48, 48)},
             r"unknown transformer\.h\.0\.cross",
         ),
-        ("gpt2, narrow feed-forward", "", {}, r"c_fc\.weight has shape \(48, 192\); .* \(48, 80\)"),
+        ("gpt2, narrow feed-forward", "", {}, r"c_fc\.weight has shape \(48, 192\), .* \(48, 80\)"),
         (
             "gpt2",
             "",

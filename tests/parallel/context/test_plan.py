@@ -308,7 +308,7 @@ REFUSED = """
     ring 8 {"backward": "v"} | backward is 'v'; use one of auto, kv, queries
     ring 8 {"delta_rule_schedule": "star"} | is 'star'; use one of auto, chain
     double_ring 8 {"ranks_per_node": 3} | _ranks_per_node .* nodes of 3 .*: 1, 2, 4, 8$
-    exchange 6 {"ranks_per_node": 4} | _ranks_per_node .* nodes of 4 in exchange.*: 1, 2, 3, 6$
+    exchange 6 {"ranks_per_node": 4} | _ranks_per_node .* nodes of 4 .* exchange.*: 1, 2, 3, 6$
     double_ring 12 {"ranks_per_node": 6, "ulysses_degree": 4} | is 6, \
 but it must be a multiple of ulysses_degree 4
     lasp 2 {"causal": False} | lasp does not support a full mask

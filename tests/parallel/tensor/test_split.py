@@ -240,7 +240,9 @@ def of_another_kind(rank, world_size):
     with distributed_mesh(mesh_config(tp=2)) as mesh, torch.device("meta"):
         model = Decoder(GPTS[0])
         model.layers[1].mlp.router = torch.nn.Linear(24, 2)
-        message = r"layers\.1\.mlp\.router\.weight: MLP \(model/parts/feed_forward\.py\)"
+        message = (
+            r"split layers\.1\.mlp\.router\.weight, since MLP \(model/parts/feed_forward\.py\)"
+        )
         with pytest.raises(ValueError, match=message):
             split_model(model, mesh.tp)
 

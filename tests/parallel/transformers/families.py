@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel.transformers.check import Float64Mode
+from parallel.comparison import Float64Mode
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, LAYERS = 40, 3

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.comparison import Float64Mode
 from parallel.transformers import shard
-from parallel.transformers.check import Float64Mode
 from parallel.transformers.configs import configs
 from parallel.transformers.masks import Statement, disagreement, stated_mask
 from runtime.errors import UserError

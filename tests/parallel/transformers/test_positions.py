@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.comparison import Float64Mode
 from parallel.transformers import shard
 from parallel.transformers.batch import Positions, pack
-from parallel.transformers.check import Float64Mode
 from parallel.transformers.probe import TOKENS
 from runtime.errors import UserError
 from runtime.ranks import run_ranks

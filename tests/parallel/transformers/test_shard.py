@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.comparison import Float64Mode
 from parallel.transformers import shard
-from parallel.transformers.check import Float64Mode
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (
     FAMILIES,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel.comparison import Float64Mode, ModuleErrors, Report
 from parallel.transformers import shard
 from parallel.transformers.batch import IGNORED
-from parallel.transformers.check import Float64Mode, ModuleErrors, Report
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (

@@ -143,7 +143,7 @@ def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenize
     prompts = base(tokenizer)
     with pytest.raises(DataError) as error:
         ExampleMaker("niah_multikey_1", 50, 1, prompts, Sources())
-    length = int(re.search(r"give (\d+)", str(error.value))[1])
+    length = int(re.search(r"give a length of (\d+)", str(error.value))[1])
     while True:
         try:
             maker = ExampleMaker("niah_multikey_1", length, 1, prompts, Sources())

@@ -281,6 +281,6 @@ def test_a_missing_service_is_told_only_where_it_is_asked_for(field, module, mon
     monkeypatch.setitem(sys.modules, module, None)
     check_services(LoggingConfig())
     with pytest.raises(
-        ConfigError, match=rf"{field} is set, but (\w+) .* pip install \1 .*EXTRAS=logging"
+        ConfigError, match=rf"{field} is set, but (\w+) .*pip install \1.*EXTRAS=logging"
     ):
         check_services(LoggingConfig(**{field: "x"}))

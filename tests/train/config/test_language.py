@@ -245,8 +245,8 @@ max_position_embeddings is 5
 8 --tensor-model-parallel-size 2 --num-distributed-optimizer-instances 3 | \
 num_distributed_optimizer_instances is 3
 2 --num-distributed-optimizer-instances 4 | instances is 4 | the 2 data- | nearest that work: 2
-2 --context-parallel-size 2 --context-parallel-method none | none | context_parallel_size 2
-1 --context-parallel-method none --ulysses-degree 2 | method is none | leave them out
+2 --context-parallel-size 2 --context-parallel-method none | none | context_parallel_size is 2
+1 --context-parallel-method none --ulysses-degree 2 | method is none | leave these options out
 8 --context-parallel-size 4 --ulysses-degree 4 \
 --tensor-model-parallel-size 2 --num-attention-heads 4 | ulysses_degree
 1 --lr-decay-iters 5 --lr-warmup-iters 6 | lr_warmup_iters is 6 | lr_decay_iters 5

@@ -1,0 +1,339 @@
+"""Hooks that make a diffusion transformer compute one rank's tokens; its code stays as it is.
+
+They do four things. The arguments of each block are cut to this rank's tokens. A block's
+self-attention spans the ranks. The output of the last projection is gathered, so that the
+prediction is whole. And a block that is computed again for the backward finds the split of its own
+forward, also if other clips have been computed since: the split is an attribute of the tensor given
+to the block, which checkpointing keeps.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.context import ContextParallel
+from parallel.diffusers.attention import AttentionMode, CrossMode, PoolingMode, ReplacingMode
+from parallel.diffusers.families import Argument, Family, TextMask
+from parallel.diffusers.inputs import check_same
+from parallel.diffusers.split import PackedSplit, TokenSplit
+from runtime.errors import UserError
+
+SPLIT = "_longmesh_split"
+"""Attribute of a tensor given to a block: the split of its forward."""
+COMPILED = "is compiled, which was not tried with shared clips; leave torch.compile out"
+CHECKPOINT = "_gradient_checkpointing_func"
+"""Attribute by which diffusers' models call gradient checkpointing."""
+
+
+class Hooks:
+    """The hooks of one model, and the state of its forward in progress."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        group: dist.ProcessGroup | None,
+        context_over: Callable[[int], ContextParallel],
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            context_over: returns the context of a number of tokens.
+        """
+        self.active = True
+        self.last_split: TokenSplit | None = None
+        """The split of the last forward."""
+        self.clip_split: TokenSplit | None = None
+        """The split of the next forwards, while clips are packed."""
+        self._model = model
+        self._family = family
+        self._group = group
+        self._context_over = context_over
+        self._running = False
+        self._split: TokenSplit | None = None
+        """The split of the forward in progress, from the first block or cut input on."""
+        self._blocks: list[tuple[nn.Module, TokenSplit | PackedSplit]] = []
+        """The blocks in progress: one, or none."""
+        self._modes: list[tuple[nn.Module, ReplacingMode]] = []
+        self._checkpoint: Callable[..., Any] | None = None
+        """The checkpointing function of the model, while it is replaced."""
+
+        self._names = {module: name for name, module in model.named_modules()}
+        self._arguments: dict[nn.Module, Mapping[str, Argument]] = {}
+        """Arguments of each block that are cut."""
+        for name, arguments in family.blocks.items():
+            for block in getattr(model, name):
+                block = unwrapped(block)
+                if "hidden_states" not in inspect.signature(block.forward).parameters:
+                    raise UserError(
+                        f"{self._names[block]} is a {type(block).__name__}, which hides the "
+                        "arguments of the block in it; call shard before blocks are wrapped"
+                    )
+                self._arguments[block] = arguments
+        self._modes_of: dict[nn.Module, type[ReplacingMode]] = {}
+        """The kind of each attention that spans the ranks."""
+        self._handles: list[Any] = []
+        self._install()
+
+    def _install(self) -> None:
+        self._before(self._model, self._begin_forward)
+        self._after(self._model, self._end_forward)
+        for block in self._arguments:
+            self._before(block, self._begin_block)
+            self._after(block, self._end_block)
+            self._install_modes(block, self._family.attention, AttentionMode)
+            self._install_modes(block, self._family.pooling, PoolingMode)
+            if self._family.packing is not None:
+                self._install_modes(block, (self._family.packing.cross,), CrossMode)
+        self._last: nn.Module | None = None
+        self._last_handle: Any = None
+        self._hook_last()
+
+    def _hook_last(self) -> None:
+        """Gather the output of the last projection, also if an adapter has wrapped it since."""
+        last = getattr(self._model, self._family.last)
+        if last is not self._last:
+            if self._last_handle is not None:
+                self._last_handle.remove()
+            self._after(last, self._gather)
+            self._last_handle = self._handles[-1]
+            self._last = last
+
+    def _install_modes(
+        self, block: nn.Module, names: tuple[str, ...], mode: type[ReplacingMode]
+    ) -> None:
+        """Replace what the block's attention of these names computes."""
+        for name in names:
+            attention = getattr(block, name, None)
+            if attention is not None:
+                self._modes_of[attention] = mode
+                self._before(attention, self._begin_attention)
+                self._after(attention, self._end_attention)
+
+    def remove(self) -> None:
+        """Remove the hooks; the model is a plain one again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """Call ``function(module, args, kwargs)`` before each forward of the module.
+
+        The hook is a closure that ignores other modules: a deep copy of the model takes the hook
+        along, but neither this object nor its process group, and is a plain model.
+        """
+
+        def hook(called: nn.Module, args: Any, kwargs: Any) -> Any:
+            if called is module and self.active:
+                return function(module, args, kwargs)
+            return None
+
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """Call ``function(module, output)`` after each forward; after an error output is None."""
+
+        def hook(called: nn.Module, args: Any, output: Any) -> Any:
+            if called is module and self.active:
+                return function(module, output)
+            return None
+
+        self._handles.append(module.register_forward_hook(hook, always_call=True))
+
+    def _begin_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Check the inputs, cut those that the family lists, and wrap the checkpointing."""
+        bound = _bind(model, args, kwargs)
+        arguments = bound.arguments
+        self._check_forward(arguments)
+        check_same(arguments, self._group)
+        self._hook_last()
+        self._running = True
+        self._split = self.clip_split
+        self._blocks.clear()
+        self._wrap_checkpointing()
+
+        lengths = self._lengths_of_inputs(arguments)
+        if lengths is not None:
+            if self._split is None:
+                self._split = self._split_of(*lengths)
+            for name, tokens in self._family.inputs.items():
+                if name in arguments:
+                    arguments[name] = self._split.cut_argument(name, arguments[name], tokens)
+        return _as_passed(bound, args)
+
+    def _check_forward(self, arguments: Mapping[str, Any]) -> None:
+        """Raise UserError for arguments, or layers that training has made different since."""
+        for name, reason in self._family.refused.items():
+            if arguments.get(name) is not None:
+                raise UserError(f"{name} is given: {reason}")
+        for name, module in self._model.named_modules():
+            if is_compiled(module):
+                raise UserError(f"{name or 'the model'} {COMPILED}")
+            if not module.training:
+                continue
+            rate = module.p if isinstance(module, nn.Dropout) else 0.0
+            rate = getattr(module, "dropout_prob", rate)  # of diffusers' LabelEmbedding
+            if rate:
+                raise UserError(
+                    f"{name} has dropout {rate}, which each rank would draw by itself; set it to "
+                    "0, and drop labels or texts in the data, once for each sample"
+                )
+
+    def _lengths_of_inputs(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Return the numbers of image and text tokens, if inputs of the model are to be cut."""
+        lengths = {"image": 0, "text": 0, "joint": 0}
+        for name, tokens in self._family.inputs.items():
+            x = arguments.get(name)
+            if x is not None and tokens.ndim in (None, x.ndim):
+                lengths[tokens.stream] = max(lengths[tokens.stream], x.shape[tokens.dim])
+        if lengths["image"] <= 1:  # one value for all tokens
+            return None
+        return lengths["image"], lengths["text"]
+
+    def _split_of(self, image_len: int, text_len: int) -> TokenSplit:
+        return TokenSplit(self._context_over(image_len + text_len), image_len, text_len)
+
+    def _begin_block(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cut the arguments of a block."""
+        bound = _bind(block, args, kwargs)
+        split = self._split_of_block(block, bound.arguments)
+        self._cut(block, bound.arguments, split)
+        self._blocks.append((block, split))
+        return _as_passed(bound, args)
+
+    def _split_of_block(
+        self, block: nn.Module, arguments: Mapping[str, Any]
+    ) -> TokenSplit | PackedSplit:
+        """Return the split of the forward that this call of a block belongs to.
+
+        Raises UserError: the block is computed again, and its arguments are copies.
+        """
+        split: TokenSplit | PackedSplit | None = getattr(arguments["hidden_states"], SPLIT, None)
+        if split is not None:
+            return split
+        if not self._running:
+            raise UserError(
+                f"{self._names[block]} is computed again for the backward, but its input is a "
+                "copy; checkpoint blocks with use_reentrant=False, and without offloading their "
+                "inputs"
+            )
+        if self._split is None:
+            self._split = self._first_split(block, arguments)
+        setattr(arguments["hidden_states"], SPLIT, self._split)
+        return self._split
+
+    def _first_split(self, block: nn.Module, arguments: Mapping[str, Any]) -> TokenSplit:
+        """Return the split for the whole tokens that the first block gets."""
+        text = arguments.get("encoder_hidden_states") if self._family.joint else None
+        text_len = 0 if text is None else text.shape[1]
+        split = self._split_of(arguments["hidden_states"].shape[1], text_len)
+        for name, argument in self._arguments[block].items():
+            if isinstance(argument, TextMask) and arguments.get(name) is not None:
+                split.read_mask(name, arguments[name])
+        return split
+
+    def _cut(
+        self, block: nn.Module, arguments: dict[str, Any], split: TokenSplit | PackedSplit
+    ) -> None:
+        """Replace arguments of a block by this rank's parts."""
+        for name, argument in self._arguments[block].items():
+            if name in arguments:
+                arguments[name] = split.cut_argument(name, arguments[name], argument)
+        setattr(arguments["hidden_states"], SPLIT, split)
+
+    def _wrap_checkpointing(self) -> None:
+        """Cut the arguments of a block before checkpointing saves them.
+
+        Cut inside the block, the whole tensors would stay in memory for the backward.
+        """
+        original = getattr(self._model, CHECKPOINT, None)
+        if original is None:
+            return
+
+        def checkpoint(module: nn.Module, *args: Any) -> Any:
+            if not isinstance(module, nn.Module):
+                return module(*args)  # packing runs a function in place of the blocks
+            if module not in self._arguments:
+                return original(module, *args)
+            bound = _bind(module, args, {})
+            split = self._split_of_block(module, bound.arguments)
+            self._cut(module, bound.arguments, split)
+            return original(module, *bound.args)
+
+        self._checkpoint = original
+        setattr(self._model, CHECKPOINT, checkpoint)
+
+    def _begin_attention(self, attention: nn.Module, args: Any, kwargs: Any) -> None:
+        """Enter the mode that gives this attention to the ranks."""
+        _, split = self._blocks[-1]
+        if self._modes_of[attention] is CrossMode and not isinstance(split, PackedSplit):
+            return  # the text is whole on every rank
+        mode = self._modes_of[attention](self._names[attention], split, self._family)
+        mode.__enter__()
+        self._modes.append((attention, mode))
+
+    def _end_attention(self, attention: nn.Module, output: Any) -> None:
+        if not self._modes or self._modes[-1][0] is not attention:
+            return  # an error came before the mode
+        _, mode = self._modes.pop()
+        mode.__exit__(None, None, None)
+        if output is not None:
+            mode.check_called()
+
+    def _end_block(self, block: nn.Module, output: Any) -> None:
+        if not self._blocks or self._blocks[-1][0] is not block:
+            return  # an error came before the block
+        _, split = self._blocks.pop()
+        if not self._running and isinstance(split, TokenSplit):
+            split.forget_cuts()  # a block that was computed again; they would keep its input
+
+    def _gather(self, projection: nn.Module, output: Tensor | None) -> Tensor | None:
+        """Return the output of all ranks' image tokens."""
+        if output is None or self._split is None:
+            return None
+        return self._split.gather(output)
+
+    def _end_forward(self, model: nn.Module, output: Any) -> None:
+        """Release what this forward needed; blocks that are computed again have their split."""
+        self._running = False
+        self.last_split, self._split = self._split, None
+        if self.last_split is not None:
+            self.last_split.forget_cuts()
+        if self._checkpoint is not None:
+            setattr(model, CHECKPOINT, self._checkpoint)
+            self._checkpoint = None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile has compiled a module, in place or by wrapping it."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or type(module).__name__ == "OptimizedModule"
+
+
+def _as_passed(bound: inspect.BoundArguments, args: tuple[Any, ...]) -> Any:
+    """Return arguments by position as far as the caller's were, and the others by keyword.
+
+    Decorators of diffusers look for some arguments among the keywords only.
+    """
+    positional = bound.args[: len(args)]
+    keywords: dict[str, Any] = {}
+    parameters = bound.signature.parameters
+    for number, (name, value) in enumerate(bound.arguments.items()):
+        kind = parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            keywords.update(value)
+        elif number >= len(args) and kind is not inspect.Parameter.VAR_POSITIONAL:
+            keywords[name] = value
+    return positional, keywords
+
+
+def unwrapped(block: nn.Module) -> nn.Module:
+    """Return the block inside torch's checkpoint wrapper, if it is wrapped."""
+    return getattr(block, "_checkpoint_wrapped_module", block)
+
+
+def _bind(module: nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Return the arguments of a module's forward by their names."""
+    return inspect.signature(module.forward).bind(*args, **kwargs)

@@ -1,0 +1,93 @@
+"""Noise and times of training samples, equal on every rank and mesh, and the objectives.
+
+A draw depends on the seed and the sample's number alone, so ranks that share a clip draw the same,
+other numbers of ranks draw the same, and a resumed run goes on with the same draws.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.errors import UserError
+
+
+def sample_generator(seed: int, sample: int, purpose: str) -> torch.Generator:
+    """Return a generator on the CPU for one sample's draws of one kind."""
+    digest = hashlib.sha256(f"{seed} {sample} {purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor:
+    """Return normal noise of the latents' shape ``[B, ...]``, dtype and device.
+
+    Args:
+        samples: B numbers, one for each sample and use of it, such as the count of samples so far.
+
+    Drawn in float32 on the CPU.
+
+    Raises UserError: another number of samples than latents.
+    """
+    if len(samples) != len(latents):
+        raise UserError(
+            f"noise_like has {len(latents)} latents and {len(samples)} samples; give each of the "
+            "latents a number"
+        )
+    noise = []
+    for sample in samples:
+        generator = sample_generator(seed, sample, "noise")
+        noise.append(torch.randn(latents.shape[1:], generator=generator))
+    return torch.stack(noise).to(latents.device, latents.dtype)
+
+
+def uniform(samples: Sequence[int], seed: int = 0) -> Tensor:
+    """Return a number in [0, 1) for each sample, float32 ``[B]``; for times."""
+    draws = []
+    for sample in samples:
+        draws.append(torch.rand((), generator=sample_generator(seed, sample, "time")))
+    return torch.stack(draws)
+
+
+def flow_matching(latents: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Return noisy latents and the target of a flow (Lipman et al. 2023, arXiv:2210.02747).
+
+    They are ``(1 - sigma) latents + sigma noise`` and the velocity ``noise - latents``. Wan,
+    HunyuanVideo, LTX, Flux, Qwen-Image and SD3 are trained so. ``sigma`` is ``[B]``, or has the
+    latents' dimensions.
+    """
+    sigma = _broadcast(sigma, latents)
+    return (1 - sigma) * latents + sigma * noise, noise - latents
+
+
+def epsilon(latents: Tensor, noise: Tensor, alpha_cumprod: Tensor) -> tuple[Tensor, Tensor]:
+    """Return noisy latents and the noise, the target of Ho et al. 2020 (arXiv:2006.11239, eq. 14).
+
+    ``alpha_cumprod`` is the scheduler's ``alphas_cumprod[timestep]``, ``[B]``.
+    """
+    return _diffuse(latents, noise, alpha_cumprod), noise
+
+
+def v_prediction(latents: Tensor, noise: Tensor, alpha_cumprod: Tensor) -> tuple[Tensor, Tensor]:
+    """Return noisy latents and the target v (Salimans and Ho 2022, arXiv:2202.00512, appendix D).
+
+    As CogVideoX is trained; ``alpha_cumprod`` as for ``epsilon``.
+    """
+    alpha = _broadcast(alpha_cumprod, latents)
+    target = alpha.sqrt() * noise - (1 - alpha).sqrt() * latents
+    return _diffuse(latents, noise, alpha_cumprod), target
+
+
+def _diffuse(latents: Tensor, noise: Tensor, alpha_cumprod: Tensor) -> Tensor:
+    alpha = _broadcast(alpha_cumprod, latents)
+    return alpha.sqrt() * latents + (1 - alpha).sqrt() * noise
+
+
+def _broadcast(x: Tensor, latents: Tensor) -> Tensor:
+    """Return x ``[B]`` as ``[B, 1, ...]`` in the latents' dtype and on their device."""
+    x = x.to(latents.device, latents.dtype)
+    if x.ndim == 1 and len(x) != len(latents):
+        raise UserError(f"{len(x)} times were given for {len(latents)} latents; give one for each")
+    if x.ndim == 1:
+        x = x.view(-1, *[1] * (latents.ndim - 1))
+    return x

@@ -1,0 +1,250 @@
+"""Shard the clips of a diffusion transformer: whole latents in, the whole prediction out.
+
+Every rank of the group passes the same latents, noise, time and text, gets the whole prediction,
+and computes the loss that it likes from it. Gradients are averaged over all ranks, as DDP and FSDP
+do: all communication has its adjoint as backward, so autograd on rank r gives the gradient of the
+sum of all ranks' losses by r's copy of a parameter, and the mean of these is the gradient of the
+mean loss, for parameters in front of the cut as for those behind it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.comparison import Report, mean_loss
+from parallel.context import ContextParallel, context_parallel
+from parallel.context.methods import METHODS, method_of
+from parallel.diffusers.check import Objective, compare
+from parallel.diffusers.families import FAMILIES, Family
+from parallel.diffusers.hooks import COMPILED, Hooks, is_compiled, unwrapped
+from parallel.diffusers.inputs import send_first
+from parallel.diffusers.noise import noise_like
+from parallel.diffusers.packing import PackedForward
+from runtime.errors import UserError
+
+OF_FORWARDS = {
+    "causal": "the attention of these models is full",
+    "documents": "padded text is read from the model's mask",
+    "layout": "under full attention every layout has the same work, and tokens stay in order",
+    "seq_len": "a clip has any number of tokens",
+    "window": "the attention of these models is full",
+}
+"""Options of ``context_parallel`` that ``shard`` does not take, with the reasons."""
+SHARDED: WeakSet[nn.Module] = WeakSet()
+"""The models that have hooks."""
+
+
+class Sharded:
+    """A diffusion transformer whose attention spans the ranks of a group; made by ``shard``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        context: ContextParallel,
+        world: dist.ProcessGroup | None,
+        packed_context: ContextParallel | None = None,
+    ) -> None:
+        self.model = model
+        self.group = context.group
+        self.world = world
+        self._family = family
+        self._packed_over = lru_cache(maxsize=16)((packed_context or context).over)
+        self._hooks = Hooks(model, family, context.group, lru_cache(maxsize=16)(context.over))
+        SHARDED.add(model)
+
+    def batch(self, *tensors: Any) -> Any:
+        """Return rank 0's tensors on every rank of the group, in any nesting. Collective.
+
+        For loops in which only one rank of a group loads clips or draws noise. A forward compares
+        its inputs between ranks in any case.
+        """
+        sent = send_first(tensors, self.group)
+        return sent if len(sent) > 1 else sent[0]
+
+    def noise_like(self, latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor:
+        """Return normal noise ``[B, ...]`` that depends on the seed and samples' numbers alone."""
+        return noise_like(latents, samples, seed)
+
+    def loss(self, loss_sum: Tensor, count: int | Tensor) -> Tensor:
+        """Return the mean over the elements of all clips, equal on all ranks. Collective.
+
+        Average its gradients over the ranks of ``world``, as DDP and FSDP do. For clips of
+        different sizes: the mean of the groups' means would weigh the elements of a small clip
+        more.
+
+        Args:
+            loss_sum: sum of the loss over the elements of the group's clips.
+            count: number of these elements.
+        """
+        size = 1 if self.group is None else dist.get_world_size(self.group)
+        return mean_loss(loss_sum / size, torch.as_tensor(count) / size, self.world)
+
+    def packed(self, clips: Sequence[Mapping[str, Any]], model: nn.Module | None = None) -> Any:
+        """Return the predictions for clips of any sizes, packed into one sequence. Collective.
+
+        Each clip attends to itself and its own text, without padding. With the method exchange a
+        clip's keys go only to ranks that have queries of this clip.
+
+        Args:
+            clips: arguments of the model's forward for each clip, a batch of 1 with its own time.
+            model: the model in its wrapping, such as DDP's; by default the sharded model.
+
+        Raises UserError: a model without modulation for each token; a clip that cannot be packed.
+        """
+        if not self._hooks.active:
+            raise UserError("packed is called within paused(), where no rank shares clips")
+        forward = PackedForward(self.model, self._family, self._hooks, self._packed_over)
+        return forward(model or self.model, clips)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather a block's output ``[B, n, C]`` to all image tokens ``[B, I, C]``. Collective.
+
+        Differentiable; for losses on features inside the model, after a forward.
+        """
+        split = self._hooks.last_split
+        if split is None:
+            raise UserError("the model has not run yet; call gather after a forward")
+        return split.gather(x)
+
+    def check(self, model: nn.Module, inputs: Mapping[str, Any], objective: Objective) -> Report:
+        """Compare the loss, and gradients of every module, with one process. Collective.
+
+        The one process runs the model with its own attention, in the model's dtype and in float64.
+        Rank 0 of the group holds a copy of the model in float64 and three gradients, so give a
+        small clip. The model is not changed.
+
+        Args:
+            model: the model, also inside peft's or DDP's wrapping.
+            inputs: tensors for the objective, equal on the group's ranks.
+            objective: ``objective(model, inputs)`` returns the loss; it draws nothing at random.
+
+        Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too
+            large for rank 0's memory.
+        """
+        if self.model not in model.modules():
+            raise UserError(
+                "the model is not the one that shard was called with, nor holds it; check that one"
+            )
+        if not self._hooks.active:
+            raise UserError(
+                "the model uses its own attention within paused(), so no rank shares it; check it "
+                "outside"
+            )
+        return compare(model, inputs, objective, self.group, self.paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model on this process alone until the block ends, for example to sample."""
+        previous = self._hooks.active
+        self._hooks.active = False
+        try:
+            yield
+        finally:
+            self._hooks.active = previous
+
+    def remove(self) -> None:
+        """Make the model a plain one again, which may be sharded anew."""
+        self._hooks.remove()
+        SHARDED.discard(self.model)
+
+
+def shard(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    method: str = "ulysses",
+    world: dist.ProcessGroup | None = None,
+    family: Family | None = None,
+    **options: Any,
+) -> Sharded:
+    """Make a diffusion transformer of diffusers attend over a group of ranks that share each clip.
+
+    Collective.
+
+    Args:
+        model: a model of a class in ``FAMILIES``, also inside peft's, DDP's or FSDP2's wrapping.
+        group: None means only this process.
+        method: a name in ``METHODS``, of softmax attention; ulysses needs heads that the ranks
+            divide.
+        world: the ranks whose gradients are averaged, by default all processes.
+        family: for a class that is not in ``FAMILIES``, where it cuts, attends and joins.
+        options: as for ``context_parallel``, except those that the models decide.
+
+    Raises UserError: a class, layer or setting that is not supported, with the reason; heads that
+        the method cannot divide; a model that is sharded already.
+    """
+    method_of(method).check_kind("shard", "softmax attention", METHODS)
+    for name, reason in OF_FORWARDS.items():
+        if name in options:
+            raise UserError(f"shard: {name} is {options[name]!r}; leave out {name}: {reason}")
+
+    transformer, family = _transformer(model, family)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    context = context_parallel(
+        method, seq_len=ranks, group=group, causal=False, layout="contiguous", **options
+    )
+    _check_settings(transformer, family, context)
+    if world is None:
+        world = dist.group.WORLD  # None if no process group is initialised
+    packed_context = None
+    if method == "exchange":  # its balanced layout gives every rank equal work under documents
+        packed_context = context_parallel(
+            method, seq_len=ranks, group=group, causal=False, **options
+        )
+    return Sharded(transformer, family, context, world, packed_context)
+
+
+def _transformer(model: nn.Module, family: Family | None) -> tuple[nn.Module, Family]:
+    """Return the transformer in a model's wrapping, and its family."""
+    for module in model.modules():
+        if is_compiled(module):
+            raise UserError(f"{type(model).__name__} {COMPILED}")
+        if family is not None:
+            if {*family.blocks, family.last} <= module._modules.keys():
+                return module, family
+            continue
+        for base in type(module).__mro__:
+            if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
+                return module, FAMILIES[base.__name__]
+    raise UserError(
+        f"{type(model).__name__} is none of the classes that were tried: {', '.join(FAMILIES)}; "
+        "describe it with family=parallel.diffusers.Family(...) and prove it with cp.check"
+    )
+
+
+def _check_settings(model: nn.Module, family: Family, context: ContextParallel) -> None:
+    """Raise UserError for a setting of the model that its hooks would not reveal."""
+    name = type(model).__name__
+    if model in SHARDED:
+        raise UserError(
+            f"{name} is sharded already; use what that call of shard returned, or call its "
+            "remove() before you shard again"
+        )
+    if getattr(model, "_parallel_config", None) is not None:
+        raise UserError(
+            f"{name}.enable_parallelism was called: diffusers shares the tokens already; leave it "
+            "out"
+        )
+    if getattr(model, "is_cache_enabled", False):
+        raise UserError(f"{name} has a cache, which is for sampling; call disable_cache()")
+    for layer, module in model.named_modules():
+        if hasattr(module, "_diffusers_hook"):
+            raise UserError(
+                f"{layer or name} has hooks of diffusers (offloading, casting or caches), which "
+                "were not tried with shared clips; make the model without them"
+            )
+        if is_compiled(module):
+            raise UserError(f"{layer or name} {COMPILED}")
+    for blocks in family.blocks:
+        for block in getattr(model, blocks):
+            for attribute in family.attention:
+                heads = getattr(getattr(unwrapped(block), attribute, None), "heads", None)
+                if heads is not None:
+                    context.plan.geometry.check_heads(heads, heads)

@@ -1,0 +1,179 @@
+"""Sums of a recorded forward, and the memory of its backward: saved tensors and gradients."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.diffusion.symbols import Operation, Storage, Symbol, Training
+from planner.diffusion.tape import Tape
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Sums of a forward, and the memory that its backward needs."""
+
+    parameters: int
+    trained: int
+    products: int
+    """FLOPs of matrix products, forward."""
+    backward_products: int
+    attention: int
+    """FLOPs of attention to local keys, forward."""
+    moved: int
+    """Bytes that operators between the products read and write, forward."""
+    inputs: int
+    """Bytes of the inputs that are this part's alone, which checkpointing keeps."""
+    shared: int
+    """Bytes of the inputs that all blocks share."""
+    saved: int
+    """Bytes that autograd keeps for the backward."""
+    peak: int
+    """Bytes at the peak of the backward, or of the forward if it is computed again."""
+
+
+def trace(training: Training, samples: int, forward: Callable[[Tape], Sequence[Symbol]]) -> Trace:
+    """Record a forward, which returns its outputs."""
+    tape = Tape(training, samples)
+    outputs = forward(tape)
+    inputs = 0
+    shared = 0
+    for symbol in tape.inputs:
+        if symbol.storage.is_counted:
+            inputs += symbol.bytes
+        else:
+            shared += symbol.bytes
+    return Trace(
+        parameters=tape.parameters,
+        trained=tape.trained,
+        products=tape.products,
+        backward_products=tape.backward_products,
+        attention=tape.attention,
+        moved=tape.moved,
+        inputs=inputs,
+        shared=shared,
+        saved=saved_bytes(tape.operations),
+        peak=max(backward_bytes(tape, outputs), forward_bytes(tape, outputs)),
+    )
+
+
+def saved_bytes(operations: Iterable[Operation]) -> int:
+    """Return the bytes of the storages that operators save, each counted once."""
+    storages: set[Storage] = set()
+    for operation in operations:
+        storages.update(operation.saved)
+    return sum(storage.bytes for storage in storages if storage.is_counted)
+
+
+def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
+    """Return the most bytes at once while a checkpointed forward runs again.
+
+    A tensor lives until the last operator that reads it has run, or until the forward ends if a
+    variable holds it; those saved for the backward stay. The outputs' gradient waits. Checkpointing
+    stops when all tensors that the backward needs are there.
+    """
+    # The last operator that reads each storage, and the last that saves anything.
+    num_operations = 0
+    last_use: dict[Storage, int] = {}
+    for index, operation in enumerate(tape.operations):
+        if operation.saved:
+            num_operations = index + 1
+        for symbol in (*operation.inputs, operation.output):
+            last_use[symbol.storage] = index
+    for symbol in tape.variables:
+        last_use[symbol.storage] = len(tape.operations)
+
+    # Run up to there; inputs wait in any case.
+    pinned = {symbol.storage for symbol in tape.inputs}
+    alive = set(pinned)
+    peak = 0
+    for index, operation in enumerate(tape.operations[:num_operations]):
+        pinned.update(operation.saved)
+        alive.update(operation.saved)
+        alive.add(operation.output.storage)
+        num_bytes = sum(storage.bytes for storage in alive if storage.is_counted)
+        peak = max(peak, num_bytes + operation.mask)
+        for symbol in (*operation.inputs, operation.output):
+            if last_use[symbol.storage] <= index and symbol.storage not in pinned:
+                alive.discard(symbol.storage)
+    return peak + sum(symbol.bytes for symbol in outputs)
+
+
+def backward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
+    """Return the most bytes at once of inputs, saved storages and gradients in a backward.
+
+    Operators run in reverse. Each allocates the gradients of its inputs, then frees what it saved
+    and the gradient of its output. The gradients of a symbol that several operators read are summed
+    in place. Those of weights stay.
+    """
+    memory = _Backward(tape)
+    for symbol in outputs:
+        memory.add_gradient(symbol)
+    for operation in reversed(tape.operations):
+        memory.run(operation)
+    return memory.peak
+
+
+class _Backward:
+    """Storages that are alive while a backward runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.peak = 0
+        self._alive = 0
+        self._references: Counter[Storage] = Counter()
+        """Number of users of each storage."""
+        self._gradients: dict[Symbol, Storage] = {}
+        for symbol in tape.inputs:
+            self._retain(symbol.storage)
+        for operation in tape.operations:
+            for storage in operation.saved:
+                self._retain(storage)
+
+    def add_gradient(self, symbol: Symbol) -> None:
+        """Begin with the gradient of an output."""
+        storage = Storage(symbol.bytes)
+        self._retain(storage)
+        self._accumulate(symbol, storage)
+
+    def run(self, operation: Operation) -> None:
+        """Run the backward of an operator."""
+        gradient = self._gradients.pop(operation.output, None)
+        if gradient is None:  # nothing that was returned depends on it
+            gradient = Storage(0)
+            self._retain(gradient)
+
+        # Gradients of the inputs, which are new or the output's own.
+        new_gradients = []
+        for symbol in operation.inputs:
+            if not symbol.is_tracked:
+                continue
+            storage = gradient
+            if symbol not in operation.passed_to:
+                storage = Storage(symbol.bytes)
+            self._retain(storage)
+            new_gradients.append((symbol, storage))
+        self._alive += operation.weight_gradient
+        self.peak = max(self.peak, self._alive + operation.temporary)
+
+        # The output's gradient and the saved tensors are not needed any more.
+        for symbol, storage in new_gradients:
+            self._accumulate(symbol, storage)
+        self._release(gradient)
+        for storage in operation.saved:
+            self._release(storage)
+
+    def _accumulate(self, symbol: Symbol, storage: Storage) -> None:
+        """Make a retained storage the symbol's gradient, or add it to the one that it has."""
+        if symbol in self._gradients:
+            self._release(storage)
+        else:
+            self._gradients[symbol] = storage
+
+    def _retain(self, storage: Storage) -> None:
+        if self._references[storage] == 0 and storage.is_counted:
+            self._alive += storage.bytes
+        self._references[storage] += 1
+
+    def _release(self, storage: Storage) -> None:
+        self._references[storage] -= 1
+        if self._references[storage] == 0 and storage.is_counted:
+            self._alive -= storage.bytes

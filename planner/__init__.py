@@ -11,6 +11,9 @@ and keys, its rounds and the bytes to each peer come from the plan that training
 assumed: they come from a cluster file. Ranks wait for each other in every round and collective, so
 the slowest rank or the busiest link decides how long each takes, and not the mean.
 
+Diffusion transformers of diffusers are read from their config.json: a forward in symbols describes
+each class (planner/diffusion).
+
 The search needs only the order of the arrangements, and an error that all of them share does not
 change it.
 """

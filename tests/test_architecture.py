@@ -76,7 +76,7 @@ NODES = {
     "planner": 45490,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 64630,
+    "tools": 64720,
     "papers": 19290,
     "bench": 18790,
     "docs": 1490,

@@ -162,7 +162,7 @@ def plan(argv: list[str]) -> None:
 
     ranking = rank_clip(model, clip, run, cluster, choices)
     if not ranking.candidates:
-        raise UserError(nothing_fits(ranking, cluster))
+        raise UserError(nothing_fits(ranking, cluster, run, choices))
     if args.json:
         rows = [entry(candidate) for candidate in ranking.candidates[: args.top]]
         print(json.dumps({"cluster": cluster.entries(), "rows": rows}))
@@ -170,15 +170,22 @@ def plan(argv: list[str]) -> None:
     print("\n".join(answer(ranking, model, clip, name, cluster, args.top)))
 
 
-def nothing_fits(ranking: ClipRanking, cluster: Cluster) -> str:
+def nothing_fits(ranking: ClipRanking, cluster: Cluster, run: ClipRun, choices: Choices) -> str:
     """Explain why there is no candidate, and what to do."""
-    if ranking.over_memory:
-        return (
-            f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
-            f"{len(ranking.over_memory)} tried takes {min(ranking.over_memory) / 1e9:.1f}; use "
-            "more GPUs, --fsdp, --lora, --checkpointing full or a smaller clip (--fits says which)"
-        )
-    return f"no method suits: {next(iter(ranking.refused), 'no ranks were tried')}"
+    if not ranking.over_memory:
+        return f"no method suits: {next(iter(ranking.refused))}"
+    remedies = ["more GPUs"]
+    if run.strategy == "ddp" and run.gpus > 1:
+        remedies.append("--fsdp")
+    if run.lora_rank is None:
+        remedies.append("--lora RANK")
+    if not max(choices.recomputed):
+        remedies.append("--checkpointing full")
+    return (
+        f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
+        f"{len(ranking.over_memory)} tried takes {min(ranking.over_memory) / 1e9:.1f}; use "
+        f"{', '.join(remedies)} or a smaller clip (--fits says which)"
+    )
 
 
 def entry(candidate: ClipCandidate) -> dict[str, Any]:

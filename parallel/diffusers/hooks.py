@@ -28,6 +28,14 @@ CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute by which diffusers' models call gradient checkpointing."""
 
 
+class StandIn(nn.Module):
+    """A function that runs once in place of all blocks, while clips are packed."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 class Hooks:
     """The hooks of one model, and the state of its forward in progress."""
 
@@ -48,6 +56,8 @@ class Hooks:
         """The split of the last forward."""
         self.clip_split: TokenSplit | None = None
         """The split of the next forwards, while clips are packed."""
+        self.packed_split: PackedSplit | None = None
+        """The split of all clips, while the blocks run on packed clips."""
         self._model = model
         self._family = family
         self._group = group
@@ -211,6 +221,8 @@ class Hooks:
         Raises UserError: the block is computed again, and its arguments are copies.
         """
         split: TokenSplit | PackedSplit | None = getattr(arguments["hidden_states"], SPLIT, None)
+        if split is None:
+            split = self.packed_split  # FSDP2 gives blocks copies of their tensors
         if split is not None:
             return split
         if not self._running:
@@ -253,8 +265,8 @@ class Hooks:
             return
 
         def checkpoint(module: nn.Module, *args: Any) -> Any:
-            if not isinstance(module, nn.Module):
-                return module(*args)  # packing runs a function in place of the blocks
+            if isinstance(module, StandIn):
+                return module(*args)
             if module not in self._arguments:
                 return original(module, *args)
             bound = _bind(module, args, {})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel.context import ContextParallel
 from parallel.diffusers.families import Family, Packing
-from parallel.diffusers.hooks import CHECKPOINT, SPLIT, Hooks, unwrapped
+from parallel.diffusers.hooks import CHECKPOINT, SPLIT, Hooks, StandIn, unwrapped
 from parallel.diffusers.split import PackedSplit, TokenSplit
 from runtime.errors import UserError
 
@@ -158,7 +158,7 @@ class PackedForward:
         """Let the model's forward call a function once in place of all blocks."""
         modules: dict[str, Any] = self._model._modules
         blocks = modules[self._blocks_name]
-        modules[self._blocks_name] = [function]
+        modules[self._blocks_name] = nn.ModuleList([StandIn(function)])
         try:
             yield
         finally:
@@ -176,7 +176,14 @@ class PackedForward:
         packed = self._packed_arguments(arguments, splits)
         text_lens = [clip[self._packing.text].shape[1] for clip in arguments]
         split = PackedSplit(splits[0].context, splits, text_lens)
+        self._hooks.packed_split = split
+        try:
+            return self._run_packed(packed, split)
+        finally:
+            self._hooks.packed_split = None
 
+    def _run_packed(self, packed: dict[str, Any], split: PackedSplit) -> Tensor:
+        """Return the last block's output for packed arguments of the first block."""
         checkpoint = None
         if torch.is_grad_enabled() and getattr(self._model, "gradient_checkpointing", False):
             checkpoint = getattr(self._model, CHECKPOINT)

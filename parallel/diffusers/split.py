@@ -175,14 +175,14 @@ class TokenSplit:
     def _cut(self, name: str, x: Tensor, tokens: Tokens) -> Tensor:
         """Return this rank's tokens of x, or x itself if it holds just these, or one value for all.
 
-        A rotary table is given to every block; it is cut once.
+        A rotary table is given to every block, so its cut is remembered; hidden states are not.
         """
         if tokens.ndim is not None and x.ndim != tokens.ndim:
             return x
         length = x.shape[tokens.dim]
         whole = self.whole_len[tokens.stream]
         local = self.local_len(tokens.stream)
-        if length == 1 or (length == local and length != whole):
+        if length in (1, local):
             return x
         if length != whole:
             raise UserError(
@@ -192,13 +192,14 @@ class TokenSplit:
             )
 
         key = (id(x), tokens)
-        if key not in self._cuts:
-            stream = tokens.stream
-            index = self._on_device(stream, x.device, lambda: self._index[stream])
-            dim = tokens.dim % x.ndim
-            cut: Tensor = SelectTokens.apply(x, dim, index)
+        if key in self._cuts:
+            return self._cuts[key][1]
+        stream = tokens.stream
+        index = self._on_device(stream, x.device, lambda: self._index[stream])
+        cut: Tensor = SelectTokens.apply(x, tokens.dim % x.ndim, index)
+        if not name.endswith("hidden_states"):
             self._cuts[key] = (x, cut)  # with x, whose id must not be given to another tensor
-        return self._cuts[key][1]
+        return cut
 
     def forget_cuts(self) -> None:
         """Release the tensors that were cut."""

@@ -96,7 +96,7 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
         ([WAN, "--frames", "80"], "frames is 80; the autoencoder takes 1 and then 4 at a time"),
         (
             [WAN, "--gpus", "1"],
-            "the smallest of 1 tried takes 271.4; use more GPUs, --fsdp, --lora",
+            "1 tried takes 271.4; use more GPUs, --lora RANK or a smaller clip",
         ),
         (
             [WAN, "--context", "3"],
@@ -105,6 +105,10 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
         (
             [WAN, "--method", "zigzag"],
             "method is zigzag, which these models do not use; use auto or",
+        ),
+        (
+            [WAN, "--ddp", "--checkpointing", "none"],
+            "use more GPUs, --fsdp, --lora RANK, --checkpointing full or a smaller clip",
         ),
         ([WAN, "--gpus", "0"], "gpus is 0"),
         ([WAN, "--vae", "4", "0", "8"], "vae is 4 0 8; its factors must be 1 or more"),

@@ -70,7 +70,7 @@ NODES = {
     "entry": 340,
     "model": 44780,
     "kernels": 46640,
-    "parallel": 83260,
+    "parallel": 83370,
     "data": 51920,
     "train": 63680,
     "planner": 45490,

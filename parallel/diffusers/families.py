@@ -173,7 +173,14 @@ HUNYUAN_VIDEO = Family(
     {"transformer_blocks": HUNYUAN_BLOCK, "single_transformer_blocks": HUNYUAN_BLOCK}
 )
 HUNYUAN_VIDEO_15 = Family(
-    {"transformer_blocks": {**HUNYUAN_BLOCK, "attention_mask": TextMask(ones=True)}}
+    {
+        "transformer_blocks": {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": TEXT,
+            "attention_mask": TextMask(ones=True),
+            "freqs_cis": Tokens("image", 0),
+        }
+    }
 )
 COGVIDEOX = Family(
     {

@@ -86,7 +86,9 @@ class Sharded:
         size = 1 if self.group is None else dist.get_world_size(self.group)
         return mean_loss(loss_sum / size, torch.as_tensor(count) / size, self.world)
 
-    def packed(self, clips: Sequence[Mapping[str, Any]], model: nn.Module | None = None) -> Any:
+    def packed(
+        self, clips: Sequence[Mapping[str, Any]], model: nn.Module | None = None
+    ) -> list[Tensor]:
         """Return the predictions for clips of any sizes, packed into one sequence. Collective.
 
         Each clip attends to itself and its own text, without padding. With the method exchange a

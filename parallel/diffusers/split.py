@@ -19,36 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.nn import functional as F
 
 from parallel.context import ContextParallel
 from parallel.diffusers.families import Argument, FirstImageTokens, Stream, TextMask, Tokens
 from runtime.errors import UserError
 from runtime.tensors import accum_dtype
-
-
-class GatherTokens(torch.autograd.Function):
-    """Gather every rank's tokens, ``[B, n, C]`` to ``[B, ranks * n, C]``.
-
-    The backward is the adjoint: the sum over ranks of the gradients, of which a rank takes its own
-    tokens' part. So every rank may compute a loss of its own from the gathered tensor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return all ranks' tokens in the order of the ranks."""
-        ctx.group = group
-        x = x.contiguous()
-        shards = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, x, group=group)
-        return torch.cat(shards, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return this rank's part of the summed gradient."""
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group), 1)[dist.get_rank(ctx.group)], None
 
 
 class SelectTokens(torch.autograd.Function):
@@ -69,25 +46,6 @@ class SelectTokens(torch.autograd.Function):
         """Return the gradient, which is 0 for the other tokens."""
         whole = gradient.new_zeros(ctx.shape)
         return whole.index_add_(ctx.dim, ctx.index, gradient), None, None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, whose adjoint is the sum over ranks of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum."""
-        ctx.group = group
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of the gradients."""
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 class LocalCount(int):
@@ -234,7 +192,8 @@ class TokenSplit:
         tokens = [self._image_tokens(plan.positions(rank)) for rank in range(plan.size)]
         length = max(map(len, tokens))
         x = F.pad(x, (0, 0, 0, length - self.num_image))
-        gathered: Tensor = GatherTokens.apply(x, self.context.group)
+        # torch's backward is the adjoint, a sum over ranks: every rank may have a loss of its own.
+        gathered = torch.cat(all_gather(x, self.context.group), 1)
 
         def places() -> Tensor:
             index = torch.empty(self.whole_len["image"], dtype=torch.long)
@@ -270,7 +229,7 @@ class TokenSplit:
             weights = (scores - largest).exp()
             sums = torch.cat([weights @ v, weights.sum(-1, keepdim=True)], -1)  # [B, H, Q, D + 1]
             if group is not None:
-                sums = SumOverRanks.apply(sums, group)
+                sums = all_reduce(sums, group=group)
             return (sums[..., :-1] / sums[..., -1:]).to(dtype)
 
     def attend(

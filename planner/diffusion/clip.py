@@ -61,13 +61,13 @@ def load_transformer(path: str) -> tuple[Transformer, Path]:
 
 def _file(path: str) -> Path:
     """Return the file that a path or a name stands for."""
-    named = MODELS / f"{path}.json"
+    bundled = MODELS / f"{path}.json"
     folder = Path(path)
     for file in (folder / "transformer" / "config.json", folder / "config.json"):
         if file.is_file():
             return file
-    if named.is_file() and not folder.is_file():
-        return named
+    if bundled.is_file() and not folder.is_file():
+        return bundled
     return folder
 
 

@@ -21,8 +21,12 @@ FOLDERS = {
     "kernels": ("attention of one process, each fast path with a naive twin", "runtime"),
     "model": ("plain single-device modules, which know no rank", "kernels runtime"),
     "data": ("text and latents, from files to each rank's batches", "runtime"),
-    "parallel": ("the dimensions of the mesh", "parallel/context kernels runtime"),
+    "parallel": (
+        "the dimensions of the mesh",
+        "parallel/collectives parallel/context kernels runtime",
+    ),
     "parallel/context": ("attention over sequences that ranks share", "kernels runtime"),
+    "parallel/collectives": ("collectives through which gradients flow", ""),
     "parallel/comparison": ("a model over ranks compared with one process", "runtime"),
     "parallel/transformers": (
         "models of transformers over the ranks of a group",
@@ -30,7 +34,7 @@ FOLDERS = {
     ),
     "parallel/diffusers": (
         "diffusion transformers of diffusers over the ranks of a group",
-        "parallel/comparison parallel/context runtime",
+        "parallel/collectives parallel/comparison parallel/context runtime",
     ),
     "train": ("the one loop that both entries share", f"{LIBRARY} train/checkpoint {RULER}"),
     "train/checkpoint": ("save and load: atomic, verified, on any mesh", "runtime"),

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.nn import functional as F
 
+from parallel.collectives import SumOverRanks
 from parallel.context import ContextParallel
 from parallel.diffusers.families import Argument, FirstImageTokens, Stream, TextMask, Tokens
 from runtime.errors import UserError
@@ -188,20 +188,13 @@ class TokenSplit:
         x = x[:, : self.num_image]  # without a stand-in
         if self.context.group is None:
             return x
-        plan = self.context.plan
-        tokens = [self._image_tokens(plan.positions(rank)) for rank in range(plan.size)]
-        length = max(map(len, tokens))
-        x = F.pad(x, (0, 0, 0, length - self.num_image))
-        # torch's backward is the adjoint, a sum over ranks: every rank may have a loss of its own.
-        gathered = torch.cat(all_gather(x, self.context.group), 1)
-
-        def places() -> Tensor:
-            index = torch.empty(self.whole_len["image"], dtype=torch.long)
-            for rank, local_tokens in enumerate(tokens):
-                index[local_tokens] = rank * length + torch.arange(len(local_tokens))
-            return index
-
-        return gathered.index_select(1, self._on_device("gathered", x.device, places))
+        # A sum with 0 for the tokens of other ranks. Its backward sums the gradients, so that every
+        # rank may compute a loss of its own from all tokens.
+        local = self._index["image"][: self.num_image]
+        index = self._on_device("local image", x.device, lambda: local)
+        whole = x.new_zeros(x.shape[0], self.whole_len["image"], *x.shape[2:])
+        gathered: Tensor = SumOverRanks.apply(whole.index_copy(1, index, x), self.context.group)
+        return gathered
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return the attention ``[B, H, Q, D]`` of whole queries to the image tokens of all ranks.
@@ -229,7 +222,7 @@ class TokenSplit:
             weights = (scores - largest).exp()
             sums = torch.cat([weights @ v, weights.sum(-1, keepdim=True)], -1)  # [B, H, Q, D + 1]
             if group is not None:
-                sums = all_reduce(sums, group=group)
+                sums = SumOverRanks.apply(sums, group)
             return (sums[..., :-1] / sums[..., -1:]).to(dtype)
 
     def attend(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +22,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from kernels.operators import linear
+from parallel.collectives import SumOverRanks
 from runtime.tensors import accum_dtype
 
 
@@ -199,7 +199,7 @@ class JointNorm(ParallelStyle):
             if accum.shape[-1] * size != channels:
                 accum = accum.flatten(-2)  # [..., H / size, D] to [..., C / size]
             local_squares = accum.square().sum(-1, keepdim=True)
-            squares = _Sum.apply(local_squares, device_mesh.get_group())
+            squares = SumOverRanks.apply(local_squares, device_mesh.get_group())
             out = accum * torch.rsqrt(squares / channels + eps)
             weight: Any = module.weight
             if weight is not None:
@@ -213,25 +213,6 @@ class JointNorm(ParallelStyle):
         shard_parameters(module, device_mesh)
         module.forward = forward
         return module
-
-
-class _Sum(torch.autograd.Function):
-    """An all-reduce whose backward pass also sums, because each rank uses the total differently."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradients[0], ctx.group), None
-
-
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 class LocalTokens(ParallelStyle):

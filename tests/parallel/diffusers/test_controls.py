@@ -49,23 +49,23 @@ def padding_attended(monkeypatch, rank):
     monkeypatch.setattr(split.TokenSplit, "read_mask", lambda self, name, mask: None)
 
 
-class OwnChunk(torch.autograd.Function):
-    """A gather whose backward is a rank's own chunk."""
+class SumWithoutAdjoint(torch.autograd.Function):
+    """A sum over ranks whose backward is a rank's own gradient."""
 
     @staticmethod
-    def forward(ctx, x):
-        chunks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(chunks, x.contiguous())
-        return tuple(chunks)
+    def forward(ctx, x, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return gradients[dist.get_rank()]
+    def backward(ctx, gradient):
+        return gradient, None
 
 
-def own_chunk_gathered(monkeypatch, rank):
-    """The gather's backward is a rank's own chunk, and gradients are averaged all the same."""
-    monkeypatch.setattr(split, "all_gather", lambda x, group: OwnChunk.apply(x))
+def own_gradient_gathered(monkeypatch, rank):
+    """The gather's backward is a rank's own gradient, and gradients are averaged all the same."""
+    monkeypatch.setattr(split, "SumOverRanks", SumWithoutAdjoint)
 
 
 def other_noise(monkeypatch, rank):
@@ -77,7 +77,7 @@ CONTROLS = {
     "none": ("hunyuan", None),
     "replicated parts summed over ranks": ("wan", replicas_summed),
     "padding attended": ("hunyuan", padding_attended),
-    "a gather with its own chunk as backward": ("wan", own_chunk_gathered),
+    "a gather with a rank's own gradient as backward": ("wan", own_gradient_gathered),
     "another noise on a rank": ("wan", other_noise),
     "the loss divided twice": ("wan", None),
     "gradients summed": ("wan", None),

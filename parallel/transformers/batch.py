@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import find_difference
 from parallel.context import ContextParallel
 from parallel.transformers.layers import CONTEXT
 from runtime.errors import UserError
@@ -227,27 +228,12 @@ def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
 
 
 def check_same(packed: PackedBatch, group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of the group if their batches differ. Uses one collective.
-
-    Ranks compare the length of each tensor and a checksum of its elements, weighted by their
-    indices, so that the same tokens in another order count as a difference too.
-    """
-    if group is None:
-        return
-    device = packed.tokens["input_ids"].device
-    checksums: list[Tensor] = []
-    for x in [*(x[0] for x in packed.tokens.values()), torch.tensor(packed.cu_seqlens)]:
-        index = torch.arange(1, len(x) + 1, device=x.device)
-        checksums.append(index[-1].to(device))
-        checksums.append((x * index).sum().to(device))
-
-    local = torch.stack(checksums)
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, local, group=group)
-    different = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
-    if different:
+    """Raise UserError on all ranks of the group if their batches differ. Collective."""
+    tensors = {**packed.tokens, "documents": torch.tensor(packed.cu_seqlens)}
+    difference = find_difference(tensors, group)
+    if difference is not None:
         raise UserError(
-            f"input_ids, labels or documents differ between the group's rank 0 and its ranks "
-            f"{different}; give all ranks that share a sequence the same samples, for example with "
-            "a sampler whose rank is the group's number"
+            f"{', '.join(difference.names)} differ between the group's rank 0 and its ranks "
+            f"{difference.ranks}; give all ranks that share a sequence the same samples, for "
+            "example with a sampler whose rank is the group's number"
         )

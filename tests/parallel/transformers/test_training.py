@@ -237,7 +237,10 @@ def test_wrong_uses_are_refused_on_every_rank(results):
     messages, other = (result["refused"] for result in results)
     assert messages == other
     beginnings = (
-        *["input_ids, labels or documents differ between the group's rank 0 and its ranks [1]"] * 4,
+        "input_ids differ between the group's rank 0 and its ranks [1]",
+        "documents, position_ids differ between the group's rank 0 and its ranks [1]",
+        "labels differ between the group's rank 0 and its ranks [1]",
+        "documents differ between the group's rank 0 and its ranks [1]",
         "the batch has no labels",
         "lm_head.weight is quantised",
         "the model given to check is not the one that shard was called with",

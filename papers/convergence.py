@@ -106,9 +106,10 @@ def figures(losses: Sequence[float]) -> dict[str, float]:
 
 
 def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float:
-    """Return the larger relative difference of the final mean loss and of the last loss.
+    """Return how far the run with LASP is from the run without.
 
-    Infinite if a difference is not a number.
+    The larger of two relative differences: of the mean losses of the last updates, and of the last
+    losses. Infinite if one of them is not a number.
     """
     differences = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
     if any(map(isnan, differences)):

@@ -226,7 +226,7 @@ GPUS_GB = (16, 24, 40, 80)
 
 
 def agent(column: str) -> tuple[float, float]:
-    """Return a step's predicted seconds, and a device's 10^9 bytes, for a column of table 5."""
+    """Return seconds per step and GB (10^9 bytes) per device, predicted for a column of table 5."""
     tokens = int(column.split()[-1]) * STEP
     ring = AGENTS[column] == COLUMNS[3]
     context_size = AGENT_DEVICES if ring else 1

@@ -265,7 +265,8 @@ def gains() -> Iterator[TableRow]:
 def supported() -> Iterator[TableRow]:
     """Yield the rows of supported lengths: whether each fits 8 A100 of 80 GB.
 
-    Training is in bfloat16 with ZeRO-2, and checkpoints after the attention.
+    The runs train in bfloat16 with ZeRO-2. Each layer keeps its attention's output and recomputes
+    the rest in the backward pass (``attention_boundary``).
     """
     arranged = Arrangement(
         strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048

@@ -53,7 +53,7 @@ SIZES = {"bfloat16": 2, "float32": 4}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Define the command line of ``python -m tools.plan_clip``."""
     parser = parser_for("python -m tools.plan_clip", __doc__)
     add = parser.add_argument
     add("model", help="a config.json or its folder, or a name of configs/diffusers")

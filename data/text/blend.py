@@ -76,8 +76,9 @@ class EpochedDataset:
             sample = self._epoch(epoch)[within_epoch]
         except (IndexError, OverflowError) as error:
             raise DataError(
-                f"{self.name}: sample {index} is not in the file ({error}); the cache of sample "
-                "indices is damaged: remove this cache, and the next run writes it again"
+                f"{self.name}: sample {index} cannot be read ({error}), because the cached sample "
+                "indices are damaged; remove their folder (--data-cache-path, by default "
+                "PREFIX/cache next to the data), and the next run writes it again"
             ) from error
 
         tokens = sample["tokens"]

@@ -3,8 +3,9 @@
 States and changes are recomputed. Then, by the formulas of ``kernels.delta.chunks``,
 ``read_back_kernel`` computes the changes' gradient through the outputs, ``states_back_kernel`` goes
 back through the chunks with some columns of a state's gradient in registers, and
-``changes_back_kernel`` and ``keys_back_kernel`` compute the gradients of each chunk. No exponential
-is differentiated: a decay acts only through the vectors that it multiplies.
+``changes_back_kernel`` and ``keys_back_kernel`` compute the gradients of each chunk. The gradients
+of the gates follow from those of the vectors that the decays multiply, so no exponential is
+differentiated.
 
 Shapes as in ``kernels.triton.delta``, with W = E.
 """

@@ -243,7 +243,9 @@ class Segments(NamedTuple):
     bounds: Tensor
     """int32 ``[2, S + 1]``: the segments' cumulative lengths; indices of their states, or -1."""
     steps: Tensor
-    """int32 ``[2, N + 1]``: lengths of segments with a state; 1 if a segment starts a document."""
+    """int32 ``[2, N + 1]``, of the segments with a state. Row 0: their lengths. Row 1: 1 if the
+    segment starts a document other than the first, which resets the state, else 0.
+    """
 
 
 @cached_on_device(64)  # packed documents differ from batch to batch; all layers share a step's

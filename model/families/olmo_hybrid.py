@@ -109,7 +109,8 @@ RELEASED = HYBRID_NAMES.renamed(
         {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
     ),
 )
-"""Names of the weights in the released files, where layers with a delta rule name norms otherwise.
+"""Names of the weights in the released files. In layers with a delta rule, the norms have other
+names than in the layers with softmax attention.
 """
 SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
 """Names in files that transformers writes; they differ from the released ones, because its renaming

@@ -192,7 +192,10 @@ class Hooks:
                 )
 
     def _lengths_of_inputs(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Return the numbers of image and text tokens, if inputs of the model are to be cut."""
+        """Return the numbers of image and text tokens in the model's inputs.
+
+        None if no input holds a value for each image token, so that there is nothing to cut.
+        """
         lengths = {"image": 0, "text": 0, "joint": 0}
         for name, tokens in self._family.inputs.items():
             x = arguments.get(name)

@@ -21,7 +21,11 @@ def compare(
     group: dist.ProcessGroup | None,
     paused: Callable[[], AbstractContextManager[None]],
 ) -> Report:
-    """Compute the report of ``Sharded.check``; ``paused()`` gives the model its own attention."""
+    """Compute the report of ``Sharded.check``.
+
+    Args:
+        paused: a context in which the model uses the attention that it had before ``shard``.
+    """
     count = (batch.whole.tokens["labels"] != IGNORED).sum()
     if not count:
         raise UserError(

@@ -82,7 +82,7 @@ def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
     for symbol in tape.variables:
         last_use[symbol.storage] = len(tape.operations)
 
-    # Run up to there; inputs wait in any case.
+    # Run up to the last operator that saves anything. The inputs stay in memory throughout.
     pinned = {symbol.storage for symbol in tape.inputs}
     alive = set(pinned)
     peak = 0

@@ -225,12 +225,12 @@ class Tape:
         return self.add(scaled, shift)
 
     def join_tokens(self, *symbols: Symbol) -> Symbol:
-        """Return the concatenation of tokens."""
+        """Concatenate symbols along their rows, such as the tokens of text and image."""
         rows = sum(symbol.rows for symbol in symbols)
         return self._join(symbols, rows, symbols[0].width)
 
     def join_channels(self, *symbols: Symbol) -> Symbol:
-        """Return the concatenation of channels."""
+        """Concatenate symbols along their width."""
         width = sum(symbol.width for symbol in symbols)
         return self._join(symbols, symbols[0].rows, width)
 

@@ -86,7 +86,7 @@ def collective_messages(collective: Message) -> Sent:
     num_ranks, num_members = members.shape
     ranks = np.arange(num_ranks)
     if collective.kind == "gather":
-        # Every rank passes the parts of all other ranks on to the next rank.
+        # Around a ring, every rank sends the next rank all parts except the receiver's own.
         own_index = np.argmax(members == ranks[:, None], axis=1)
         following = members[ranks, (own_index + 1) % num_members]
         num_passed = num_members - 1

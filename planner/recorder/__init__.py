@@ -363,7 +363,8 @@ class Recorder(TorchDispatchMode):
                 cause = "gradients"
             memory[cause] += size
 
-        # Micro-batches that were not run add activations, and whole gradients with zero1.
+        # The rehearsal runs fewer micro-batches than a step has. Those in flight hold activations
+        # too, and with zero1 their accumulation keeps whole gradients instead of shards.
         if not config.recompute.recompute_offload:
             memory["activations"] += round((in_flight - 1) * sum(activations.values()))
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:

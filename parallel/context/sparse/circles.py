@@ -45,7 +45,7 @@ class Arcs(NamedTuple):
     circle: np.ndarray
     start: np.ndarray  # position on the line
     head: np.ndarray  # bead that contains the arc's first token
-    # bead of the first token after the arc; at a boundary, maybe the bead that the arc completed
+    # bead of the first token after the arc; if the arc ends with a bead, it may still be that bead
     tail: np.ndarray
     surplus: np.ndarray  # work of the arc in excess of its share
     gain: np.ndarray

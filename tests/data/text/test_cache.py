@@ -120,6 +120,6 @@ def test_a_shuffle_index_out_of_range_is_named(train):
     train._epochs[0].shuffle_index = np.array(train._epochs[0].shuffle_index) + 10**6
     with pytest.raises(
         DataError,
-        match=r"d\.bin: sample 3 is not in the file .* cache of sample indices is damaged",
+        match=r"d\.bin: sample 3 cannot be read .* the cached sample indices are damaged",
     ):
         train[3]

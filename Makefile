@@ -75,7 +75,7 @@ dit: $(READY) $(call extra,digits) ## A diffusion transformer on handwritten dig
 
 test: $(call extra,dev) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses; CPU=sse4 or avx2 computes as on an older processor
 	$(TESTS) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
-test-slow: $(call extra,dev) ## The slow tests: training for 20 and 40 iterations where make test has 3 and 8
+test-slow: $(call extra,dev) ## The slow tests: training for 20 and 40 iterations where make test has 3 and 4
 	$(TESTS) -m slow $(ARGS)
 check: $(call extra,dev) ## Check format, lint, types and the links of all pages
 	@status=0; for step in "ruff format --check ." "ruff check ." mypy "pytest tests/test_docs.py -k links"; do \

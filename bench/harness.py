@@ -223,21 +223,21 @@ dtype."""
 
 def check_same(
     name: str,
-    got: list[float],
-    want: list[float],
+    actual: list[float],
+    reference: list[float],
     dtype: str,
     truth: str = "scaled_dot_product_attention",
 ) -> None:
     """Check that a contestant computes the same as ``truth``, before it is timed.
 
-    ``got`` and ``want`` are the fingerprints of both. Raises MeasureError if they differ by more
-    than ``MISMATCH``.
+    ``actual`` and ``reference`` are the fingerprints of both. Raises MeasureError if they differ by
+    more than ``MISMATCH``.
     """
-    for got_sum, want_sum in zip(got, want, strict=True):
-        if not abs(got_sum - want_sum) <= MISMATCH[dtype] * abs(
-            want_sum
+    for actual_sum, reference_sum in zip(actual, reference, strict=True):
+        if not abs(actual_sum - reference_sum) <= MISMATCH[dtype] * abs(
+            reference_sum
         ):  # nan counts as different
             raise MeasureError(
                 f"{name} does not compute the same as {truth}: the squares of out, dq, dk, dv sum"
-                f" to {got}, but should sum to {want}; its time would mean nothing"
+                f" to {actual}, but should sum to {reference}; its time would mean nothing"
             )

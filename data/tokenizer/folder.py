@@ -43,7 +43,7 @@ class LoadedFolder:
     """A tokenizer as the transformers library would have loaded it from the folder."""
 
     backend: "Tokenizer"
-    named: dict[str, str]
+    special_tokens: dict[str, str]
     """Texts of special tokens, keyed by name, such as eos_token."""
     control: frozenset[str]
     """Added tokens that no text may spell: special ones, ends of texts and turns, and
@@ -98,7 +98,7 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
     ends = _end_ids(path, model)
     return LoadedFolder(
         backend=backend,
-        named=texts,
+        special_tokens=texts,
         control=control_tokens(backend, config, texts, entries, words, ends),
         ends=tuple(ends),
         settings=_settings(backend, config, class_name, texts),

@@ -52,7 +52,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{path} has id {vocab_size - 1}, but only {len(ids)} entries; it is damaged: copy "
                 "it again"
             )
-        eod = self._end_of_text(path, folder.named.get("eos_token"))
+        eod = self._end_of_text(path, folder.special_tokens.get("eos_token"))
         super().__init__(os.fspath(path), content, vocab_size, eod)
         self.settings = sha256(json.dumps(folder.settings))
 
@@ -60,15 +60,15 @@ class HuggingFaceTokenizer(Tokenizer):
         # With this post-processor, a token's offsets include its leading space.
         self._backend.post_processor = ByteLevel(trim_offsets=False)
         self._guard(folder.control)
-        if "bos_token" in folder.named:
-            self.bos = self._backend.token_to_id(folder.named["bos_token"])
+        if "bos_token" in folder.special_tokens:
+            self.bos = self._backend.token_to_id(folder.special_tokens["bos_token"])
         unknown = unknown_id(self._backend, content)
         self.unknown = None if unknown == self.eod else unknown
         self._with_unknown = backend_with_unknown(self._backend)
 
-    def _end_of_text(self, path: str | os.PathLike[str], named: str | None) -> int:
+    def _end_of_text(self, path: str | os.PathLike[str], end_token: str | None) -> int:
         """Return the id of the end-of-text token. Raises DataError if there is none."""
-        ends = _KNOWN_ENDS if named is None else (named, *_KNOWN_ENDS)
+        ends = _KNOWN_ENDS if end_token is None else (end_token, *_KNOWN_ENDS)
         for end in ends:
             token = self._backend.token_to_id(end)
             if token is not None:

@@ -232,10 +232,10 @@ class _Stage(PipelineStage):
         self._allocate("backward", bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **kwargs: Any) -> Any:
         if self._split_backward and self.has_backward:
             finalize_by_hand(self._stage_module.model)
-        out = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        out = super().forward_one_chunk(fwd_chunk_id, *arguments, **kwargs)
         self._release("forward", fwd_chunk_id)
         return out
 

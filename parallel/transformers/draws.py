@@ -101,8 +101,8 @@ class Draws:
             self._hooked = True
 
     @torch.compiler.disable
-    def _begin(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        context = named.get(CONTEXT)
+    def _begin(self, module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> None:
+        context = kwargs.get(CONTEXT)
         if not module.training or not isinstance(context, ContextParallel):
             self._running.append(None)
             return

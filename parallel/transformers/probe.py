@@ -204,8 +204,8 @@ def _watched(model: nn.Module) -> Iterator[None]:
         return out.index_fill(1, torch.tensor([NAN_TOKEN], device=out.device), torch.nan)
 
     def entering(name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-            _check_nan((arguments, named))
+        def enter(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> None:
+            _check_nan((arguments, kwargs))
             running.append(name)
 
         return enter

@@ -117,7 +117,7 @@ class Notes:
 
 
 def furthest_of_modules(
-    got: list[dict[str, list[Piece]]], want: dict[str, list[Piece]]
+    actual: list[dict[str, list[Piece]]], reference: dict[str, list[Piece]]
 ) -> Iterator[tuple[str, float, float]]:
     """Yield the name, largest difference on any rank, and largest value of each recorded tensor.
 
@@ -126,26 +126,26 @@ def furthest_of_modules(
     token of an output is on no rank.
 
     Args:
-        got: the pieces of every rank of the mesh.
-        want: the pieces of one process.
+        actual: the pieces of every rank of the mesh.
+        reference: the pieces of one process.
     """
-    read = _token_set(f"{BATCH}place", got)
-    expected = _token_set(f"{BATCH}place", [want])
+    read = _token_set(f"{BATCH}place", actual)
+    expected = _token_set(f"{BATCH}place", [reference])
     if read != expected:
         other = len(read - expected)
         missing = len(expected - read)
         yield f"data: {other} other tokens, {missing} missing", torch.inf, 1.0
         return
 
-    for name in sorted(want, key=lambda name: name.startswith(GRADIENT)):
-        whole = _whole(want[name])
+    for name in sorted(reference, key=lambda name: name.startswith(GRADIENT)):
+        whole = _whole(reference[name])
         distances = []
-        for rank_pieces in got:
+        for rank_pieces in actual:
             for piece in rank_pieces.get(name, ()):
                 distances.append(_distance(name, *piece, whole))
 
         largest = max(distances, default=0.0)
-        if not name.startswith(GRADIENT) and _token_set(name, got) != expected:
+        if not name.startswith(GRADIENT) and _token_set(name, actual) != expected:
             largest = torch.inf
         yield name, largest, whole.abs().max().item()
 

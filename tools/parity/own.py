@@ -87,16 +87,16 @@ def merged(ranks: list[RankResult]) -> MergedRun:
     )
 
 
-def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+def furthest(actual: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of any element; infinite if a name or shape differs."""
-    if got.keys() != want.keys():
+    if actual.keys() != reference.keys():
         return float("inf")
 
     differences = []
-    for name, expected in want.items():
-        if got[name].shape != expected.shape:
+    for name, expected in reference.items():
+        if actual[name].shape != expected.shape:
             return float("inf")
-        differences.append((got[name] - expected).abs().max().item())
+        differences.append((actual[name] - expected).abs().max().item())
 
     return max(differences)
 
@@ -170,26 +170,26 @@ def report(differences: list[Difference]) -> str:
     )
 
 
-def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
+def _differences(actual: MergedRun, reference: MergedRun) -> Iterator[Difference]:
     """Yield every comparison, in the order of a step.
 
     Initial weights; the first batch and the outputs of modules; the loss; gradients of the outputs;
     gradients of parameters, last layer first; their norm; loss and norm of the second step; the
     validation after it; copies of weights on ranks.
     """
-    initial = want.tensors["initial"]
-    gradients = want.tensors["gradients"]
-    loss = loss_name(want.records[0])
+    initial = reference.tensors["initial"]
+    gradients = reference.tensors["gradients"]
+    loss = loss_name(reference.records[0])
 
     def of_step(step: int, name: str, bound: float) -> Difference:
-        value = got.records[step][name]
-        expected = want.records[step][name]
+        value = actual.records[step][name]
+        expected = reference.records[step][name]
         return Difference(f"{name} of step {step + 1}", abs(value - expected), abs(expected), bound)
 
     def distance(moment: str, name: str) -> float:
         missing = torch.empty(0)
-        value = got.tensors[moment].get(name, missing)
-        expected = want.tensors[moment].get(name, missing)
+        value = actual.tensors[moment].get(name, missing)
+        expected = reference.tensors[moment].get(name, missing)
         return furthest({name: value}, {name: expected})
 
     for name in initial:
@@ -197,7 +197,7 @@ def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
 
     outputs: list[Difference] = []
     output_gradients: list[Difference] = []
-    for name, size, largest in furthest_of_modules(got.pieces, want.pieces[0]):
+    for name, size, largest in furthest_of_modules(actual.pieces, reference.pieces[0]):
         group = output_gradients if name.startswith(GRADIENT) else outputs
         group.append(Difference(name, size, largest, MODULES))
 
@@ -221,5 +221,5 @@ def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
     yield of_step(1, loss, 10 * LOSS)
     yield of_step(1, "grad_norm", 100 * NORM)
     yield of_step(1, "validation_loss", 10 * LOSS)
-    for name in got.copies_differ:
+    for name in actual.copies_differ:
         yield Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0)

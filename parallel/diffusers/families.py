@@ -23,6 +23,10 @@ class Tokens:
     dim: int = 1
     ndim: int | None = None
     """The argument holds a value per token only if it has this number of dimensions."""
+    is_hidden: bool = False
+    """True for hidden states, which every block gets anew; other arguments are the same tensor for
+    all blocks, and are cut once.
+    """
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,9 @@ class FirstImageTokens:
 Argument: TypeAlias = Tokens | TextMask | FirstImageTokens | tuple[Tokens, ...]
 """Content of an argument; a tuple of Tokens describes an argument that is a tuple."""
 
-IMAGE = Tokens("image")
-TEXT = Tokens("text")
+IMAGE = Tokens("image", is_hidden=True)
+TEXT = Tokens("text", is_hidden=True)
+IMAGE_TABLE = Tokens("image")
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ WAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "control_hidden_states": IMAGE,
     "temb": Tokens("image", ndim=4),
-    "rotary_emb": IMAGE,
+    "rotary_emb": IMAGE_TABLE,
 }
 HUNYUAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
@@ -137,8 +142,8 @@ LTX = Family(
     {
         "transformer_blocks": {
             "hidden_states": IMAGE,
-            "temb": IMAGE,
-            "image_rotary_emb": IMAGE,
+            "temb": IMAGE_TABLE,
+            "image_rotary_emb": IMAGE_TABLE,
         }
     },
     attention=("attn1",),
@@ -151,9 +156,9 @@ LTX2 = Family(
     {
         "transformer_blocks": {
             "hidden_states": IMAGE,
-            "temb": IMAGE,
-            "temb_ca_scale_shift": IMAGE,
-            "temb_ca_gate": IMAGE,
+            "temb": IMAGE_TABLE,
+            "temb_ca_scale_shift": IMAGE_TABLE,
+            "temb_ca_gate": IMAGE_TABLE,
             "video_rotary_emb": Tokens("image", -2),
             "ca_video_rotary_emb": Tokens("image", -2),
         }
@@ -221,7 +226,7 @@ QWEN_IMAGE = Family(
             "encoder_hidden_states": TEXT,
             "encoder_hidden_states_mask": TextMask(),
             "image_rotary_emb": (Tokens("image", 0), Tokens("text", 0)),
-            "modulate_index": IMAGE,
+            "modulate_index": IMAGE_TABLE,
         }
     },
     text_first=True,

@@ -133,7 +133,7 @@ class TokenSplit:
     def _cut(self, name: str, x: Tensor, tokens: Tokens) -> Tensor:
         """Return this rank's tokens of x, or x itself if it holds just these, or one value for all.
 
-        A rotary table is given to every block, so its cut is remembered; hidden states are not.
+        The cut of a tensor that every block gets, such as a rotary table, is remembered.
         """
         if tokens.ndim is not None and x.ndim != tokens.ndim:
             return x
@@ -155,7 +155,7 @@ class TokenSplit:
         stream = tokens.stream
         index = self._on_device(stream, x.device, lambda: self._index[stream])
         cut: Tensor = SelectTokens.apply(x, tokens.dim % x.ndim, index)
-        if not name.endswith("hidden_states"):
+        if not tokens.is_hidden:
             self._cuts[key] = (x, cut)  # with x, whose id must not be given to another tensor
         return cut
 

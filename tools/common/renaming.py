@@ -14,6 +14,7 @@ from runtime.errors import UserError
 
 PACKAGE = "longmesh_attention"
 PARTS = {
+    "parallel.collectives": "collectives",
     "parallel.comparison": "comparison",
     "parallel.context": "context",
     "parallel.diffusers": "diffusers",

@@ -174,8 +174,8 @@ def automatic_backend(device_type: str, this_gpu: Gpu, documents: bool) -> Backe
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
     """Return True if torch's SDPA of a whole sequence is at least as fast as tiles.
 
-    True on a CPU, except with one thread, where the oneDNN kernel is faster. In bfloat16 SDPA would
-    round partial results, so tiles are used.
+    True for float32 on a CPU, unless the oneDNN kernel is faster, which needs a single thread. In
+    bfloat16 SDPA would round partial results, so tiles are used.
     """
     return (
         name in ("auto", "aten")

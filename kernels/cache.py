@@ -161,8 +161,8 @@ class States:
 
         Args:
             positions: int64 [B, T], or [1, T] if they are the same in all sequences.
-            ends: int64 [B], number of tokens of each sequence that are read after this forward
-                pass; later positions are padding.
+            ends: int64 [B], number of tokens that each sequence has once this forward pass has
+                read its tokens; positions from there on are padding.
             keep: True if this process, not another one, saves the rows of these tokens.
             shared: True if each process has different tokens of the sequences, which is possible
                 only for the first tokens.

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 Strip = tuple[slice, slice, bool, Tensor | None]
 """Rows and columns of a strip, True if it is causal, and its additive mask or None."""
 LARGE = 1 << 16
-"""Minimum number of elements of a head group's q for a separate call for each group."""
+"""Minimum number of elements in q of one head group for which each group gets its own call."""
 
 
 class Strips(NamedTuple):

@@ -52,7 +52,7 @@ oneDNN compiles a matmul for every new shape, which takes 0.5 ms, and keeps the 
 0.7 GB at most.
 """
 WORTH_COMPILING = 1_000_000
-"""Number of scores (of all heads) from which a strip of any other shape is worth compiling.
+"""Minimum number of scores (of all heads) that makes a strip of any other shape worth compiling.
 
 Packed short documents stay below it, whatever their lengths.
 """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes."""
+"""Integer dtypes, keyed by size in bytes, as which the bits of other dtypes are read."""
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
     names: list[str]
     ranks: list[int]
-    """Ranks of the group whose tensors are not those of its rank 0."""
+    """Ranks of the group whose tensors differ from those of the group's rank 0."""
 
 
 def find_difference(
@@ -46,7 +46,8 @@ def find_difference(
 ) -> Difference | None:
     """Compare tensors between the ranks of a group; None if they are the same. Collective.
 
-    Shapes, dtypes and bits are compared by checksums: one number for a rank, unless they differ.
+    Shapes, dtypes and bits are compared by checksums. Each rank sends one number for all tensors,
+    and only if these numbers differ, one per tensor.
     """
     if group is None:
         return None
@@ -75,7 +76,7 @@ def find_difference(
 def checksum(x: Tensor) -> Tensor:
     """Return a checksum of a tensor's shape, dtype and bits: an int64 scalar on its device.
 
-    Each element is weighed by its index, so that the same elements in another order differ. The sum
+    Each element is weighted by its index, so the same elements in another order differ. The sum
     is modulo 2^64: it is exact, so the order in which a device adds does not matter.
     """
     values = torch.view_as_real(x) if x.is_complex() else x

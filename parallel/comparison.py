@@ -37,7 +37,7 @@ but rounding errors.
 """
 
 LossTerm: TypeAlias = Callable[[nn.Module], Tensor]
-"""Returns a term of the loss of a model."""
+"""Function that maps a model to a term of its loss."""
 
 
 class Float64Mode(TorchFunctionMode):

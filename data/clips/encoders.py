@@ -15,32 +15,32 @@ from runtime.files import sha256
 VAES = ("AutoencoderKLWan",)
 TEXT_ENCODERS = ("UMT5EncoderModel", "T5EncoderModel")
 TEMPORAL = 4
-"""Frames that a latent frame stands for, but the first, which stands for one."""
+"""Number of video frames that a latent frame encodes; the first latent frame encodes only one."""
 PATCH = 2
-"""Latent rows and columns of a patch of every Wan transformer."""
+"""Height and width of a Wan transformer's patch, in elements of the latents."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The local folder of a model: its class and its configuration."""
+    """A local folder of a model, with the model's class and configuration."""
 
     path: Path
     kind: str
     config: dict[str, Any]
 
     def described(self) -> dict[str, str]:
-        """Return what an index says of a model."""
+        """Return the description of the model for the index of a folder of clips."""
         return {"class": self.kind, "config_sha256": sha256(self.path / "config.json")}
 
 
 def vae_folder(path: Path) -> Folder:
-    """Read the configuration of a VAE. Raises DataError: another class, or no configuration."""
+    """Read a VAE's configuration. Raises DataError if it is missing or of another class."""
     config = _config("vae", path)
     return _folder_of("vae", path, str(config.get("_class_name")), config, VAES)
 
 
 def text_encoder_folder(path: Path) -> Folder:
-    """Read a text encoder's configuration. Raises DataError: another class, or none."""
+    """Read a text encoder's configuration. Raises DataError like ``vae_folder``."""
     config = _config("text_encoder", path)
     architectures = config.get("architectures") or [None]
     return _folder_of("text_encoder", path, str(architectures[0]), config, TEXT_ENCODERS)
@@ -52,7 +52,8 @@ def _folder_of(
     if kind not in kinds:
         supported = " or ".join(kinds)
         raise DataError(
-            f"{field} is {path}, whose class is {kind}; clips are encoded by {supported} only"
+            f"{field} is {path}, a model of class {kind}, but only {supported} is supported; give "
+            "the folder of such a model"
         )
     return Folder(path, kind, config)
 
@@ -60,28 +61,29 @@ def _folder_of(
 def _config(field: str, path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
-        fix = "name a local folder with config.json and safetensors"
+        fix = "give a local folder with config.json and safetensors"
         if (path / "model_index.json").is_file():
-            fix = f"it is a whole pipeline's: name {path / field}"
-        raise DataError(f"{field} is {path}, which holds no config.json; {fix}")
+            fix = f"it is the folder of a whole pipeline: give {path / field}"
+        raise DataError(f"{field} is {path}, but there is no config.json in it; {fix}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read ({error})") from error
+        raise DataError(f"{file} cannot be read ({error}); download it again") from error
     if not isinstance(config, dict):
-        raise DataError(f"{file} is no configuration")
+        raise DataError(f"{file} is not a JSON object; download it again")
     return config
 
 
 def check_sizes(vae: Folder, *, frames: int, height: int, width: int) -> None:
-    """Raise UserError for sizes that the VAE and Wan's patches do not divide.
+    """Raise UserError for sizes that cannot be divided into the VAE's latents and Wan's patches.
 
-    The message has the nearest that they do.
+    The message has the nearest sizes that can.
     """
     if frames % TEMPORAL != 1:
         near = nearest(frames, range(1, frames + TEMPORAL, TEMPORAL))
         raise UserError(
-            f"frames is {frames}; the VAE takes 1 frame and then {TEMPORAL} at a time: give {near}"
+            f"frames is {frames}, but the VAE takes 1 frame and then {TEMPORAL} at a time; give "
+            f"{near}"
         )
     spatial = int(vae.config.get("scale_factor_spatial") or 8)
     multiple = spatial * PATCH
@@ -89,8 +91,8 @@ def check_sizes(vae: Folder, *, frames: int, height: int, width: int) -> None:
         if size % multiple:
             near = nearest(size, range(multiple, size + multiple, multiple))
             raise UserError(
-                f"{name} is {size}; it must be a multiple of {multiple}, of {spatial} pixels of "
-                f"the VAE's and patches of {PATCH}: give {near}"
+                f"{name} is {size}; it must be a multiple of {multiple}, since the VAE reduces it "
+                f"by {spatial} and the transformer has patches of {PATCH}; give {near}"
             )
 
 
@@ -107,15 +109,15 @@ class Encoders:
     ) -> None:
         """Load the models: the VAE in float32, the text encoder in the dtype of its weights.
 
-        Raises DataError: a package is missing, or a folder cannot be loaded.
+        Raises DataError if a package is missing, or a folder cannot be loaded.
         """
         try:
             import diffusers
             import transformers
         except ImportError as error:
             raise DataError(
-                "vae and text_encoder take diffusers and transformers: pip install diffusers "
-                "transformers (make venv EXTRAS=video)"
+                "vae and text_encoder need the packages diffusers and transformers; install them: "
+                "pip install diffusers transformers (make venv EXTRAS=video)"
             ) from error
 
         options = {"local_files_only": True, "use_safetensors": True}
@@ -135,8 +137,10 @@ class Encoders:
             )
         except (OSError, ValueError, ImportError) as error:
             reason = str(error).splitlines()[0]
-            raise DataError(f"tokenizer {tokenizer} cannot be loaded ({reason})") from error
-        # Captions are cleaned, cut and padded by the pipeline's own code, as for sampling.
+            raise DataError(
+                f"tokenizer {tokenizer} cannot be loaded ({reason}); give the folder of a tokenizer"
+            ) from error
+        # The pipeline's own code cleans, cuts and pads captions, exactly as in sampling.
         self._pipeline: Any = diffusers.WanPipeline(
             tokenizer=self._tokenizer, text_encoder=encoder, vae=self._vae, scheduler=None
         )
@@ -145,7 +149,7 @@ class Encoders:
 
     @torch.no_grad()
     def latents(self, pixels: np.ndarray) -> Tensor:
-        """Return the normalised mean latents, float32 [C, F, H, W], of uint8 [f, h, w, 3]."""
+        """Encode frames, uint8 [f, h, w, 3], to normalised mean latents, float32 [C, F, H, W]."""
         colours = 2 * (torch.from_numpy(pixels).to(self._device).float() / 255) - 1
         video = colours.permute(3, 0, 1, 2)[None]  # [1, 3, f, h, w]
         mode = self._vae.encode(video).latent_dist.mode()[0]  # [C, F, H, W]
@@ -156,7 +160,7 @@ class Encoders:
 
     @torch.no_grad()
     def text(self, caption: str) -> Tensor:
-        """Return a caption's embedding [L, D]; after its tokens it is zeros."""
+        """Return a caption's embedding [L, D], with zeros after the caption's last token."""
         embedding, _ = self._pipeline.encode_prompt(
             caption,
             do_classifier_free_guidance=False,
@@ -166,19 +170,19 @@ class Encoders:
         return embedding[0].cpu()
 
     def is_cut(self, caption: str) -> bool:
-        """Return True if a caption has more tokens than its embedding."""
+        """Return True if a caption has more tokens than an embedding can hold."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         return len(self._tokenizer(prompt_clean(caption)).input_ids) > self._max_text_tokens
 
 
 def _loaded(field: str, path: Path, load: Any, **options: Any) -> Any:
-    """Return a model. Raises DataError: it cannot be loaded, or lacks weights."""
+    """Load a model from a folder. Raises DataError if that fails, or if weights are missing."""
     try:
         model, report = load(str(path), output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{field} {path} cannot be loaded ({str(error).splitlines()[0]})"
+            f"{field} {path} cannot be loaded ({str(error).splitlines()[0]}); download it again"
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:

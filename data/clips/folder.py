@@ -1,8 +1,8 @@
-"""A folder of cached clips: a file for each, and the index.json that names them.
+"""Write and read a folder of cached clips: a file for each clip, and an index.json of the files.
 
-clip-00000.safetensors holds ``latents`` [C, F, H, W] and ``text`` [L, D], and in its metadata the
-caption and the video's name. empty.safetensors holds the ``text`` of the empty caption, for
-training that drops captions.
+clip-00000.safetensors has ``latents`` [C, F, H, W] and ``text`` (the caption's embedding) [L, D];
+its metadata has the caption and the video's name. empty.safetensors has the ``text`` of the empty
+caption, for training that drops captions.
 """
 
 import json
@@ -29,7 +29,7 @@ _WRITE = "write the folder again (tools/prepare_clips.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """A clip to write."""
+    """An encoded clip, with the name of its video and its caption."""
 
     video: str
     caption: str
@@ -38,9 +38,9 @@ class Clip:
 
 
 def check_unwritten(folder: Path) -> None:
-    """Raise DataError if a folder has an index."""
+    """Raise DataError if a folder already has an index, and therefore data."""
     if (folder / INDEX).exists():
-        raise DataError(f"{folder} already holds data; give another one, or remove this one")
+        raise DataError(f"{folder} already has data; give another folder, or remove this one")
 
 
 def write_clips(
@@ -51,15 +51,15 @@ def write_clips(
     dtype: str,
     description: dict[str, Any],
 ) -> None:
-    """Write clips as they come; the files appear at the end together, the index last.
+    """Write clips while ``clips`` yields them; all files appear at the end, the index last.
 
-    If anything raises, ``clips`` included, nothing stays.
+    If anything raises an error, ``clips`` included, no file remains.
 
     Args:
-        description: what the index says of all clips, such as frames a second.
+        description: further entries of the index, such as the number of frames per second.
 
-    Raises DataError: the folder has an index, is being written or is not writable; values that are
-        not finite in ``dtype``.
+    Raises DataError if the folder has an index, is in use by another process or is not writable, or
+    if values are not finite in ``dtype``.
     """
     rows = []
     with ExitStack() as stack:
@@ -87,15 +87,15 @@ def write_clips(
 
 
 def _content(tensors: dict[str, Tensor], dtype: str, video: str, *, caption: str) -> bytes:
-    """Return a clip's file. Raises DataError for a NaN or an infinity."""
+    """Return the bytes of a clip's file. Raises DataError for a NaN or an infinity."""
     from safetensors.torch import save
 
     cast = {name: x.to(DTYPES[dtype]).contiguous() for name, x in tensors.items()}
     for name, x in cast.items():
         if not bool(x.isfinite().all()):
             raise DataError(
-                f"{video}: its {name} hold a NaN or an infinity in {dtype}; leave it out, or use "
-                "another dtype"
+                f"{video}: its {name} hold a NaN or an infinity in {dtype}; leave out the video, "
+                "or give another dtype"
             )
     return save(cast, {"caption": caption, "video": video})
 
@@ -104,12 +104,12 @@ class ClipFolder:
     """A folder of cached clips, opened by its index."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read the index. Raises DataError: it is missing or broken."""
+        """Read the index. Raises DataError if it is missing or invalid."""
         self.folder = Path(folder)
         path = self.folder / INDEX
         if not path.is_file():
             raise DataError(
-                f"{folder} holds no {INDEX}; name a folder that tools/prepare_clips.py wrote"
+                f"{folder} has no {INDEX}; give a folder that tools/prepare_clips.py wrote"
             )
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
@@ -119,13 +119,13 @@ class ClipFolder:
             self.files = [self.folder / Path(row["file"]).name for row in index["clips"]]
             is_ours = (index["format"], index["version"]) == (FORMAT, 1)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path} is no index of clips ({error!r}); {_WRITE}") from error
+            raise DataError(f"{path} is not an index of clips ({error!r}); {_WRITE}") from error
         if not is_ours or not self.files:
-            raise DataError(f"{path} is no index of clips of version 1; {_WRITE}")
+            raise DataError(f"{path} is not an index of version 1 with clips; {_WRITE}")
         self.index = index
 
     def check(self) -> None:
-        """Read all tensors. Raises DataError: one is missing, not as in the index, not finite."""
+        """Read all tensors. Raises DataError if one is missing, not finite, or not as indexed."""
         shapes = {"latents": self.latents_shape, "text": self.text_shape}
         with Progress() as progress:
             self._check_file(self.folder / EMPTY, {"text": self.text_shape})
@@ -146,7 +146,7 @@ class ClipFolder:
             if x is None or x.shape != shape or x.dtype != self.dtype:
                 described = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
                 raise DataError(
-                    f"{path} holds {described} as {name}, and its index says {self.dtype} "
+                    f"{path} has {described} as {name}, but the index says {self.dtype} "
                     f"{list(shape)}; {_WRITE}"
                 )
             if not bool(x.isfinite().all()):

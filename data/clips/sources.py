@@ -1,8 +1,8 @@
 """Find the videos of a folder and the caption of each.
 
-A caption is the text file beside a video with its name (``clip.mp4``, ``clip.txt``), or a row of
-the folder's ``metadata.jsonl`` with ``file_name`` and ``text``, as the videofolder of datasets has
-it.
+A caption is in a text file beside the video and with its name (``clip.mp4``, ``clip.txt``), or in a
+row of the folder's ``metadata.jsonl`` with ``file_name`` and ``text``, as in a videofolder of the
+datasets library.
 """
 
 import json
@@ -21,21 +21,21 @@ class Source:
 
     path: Path
     name: str
-    """The path from the folder."""
+    """The video's path relative to the folder."""
     caption: str
 
 
 def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
-    """Return a folder's videos in order, and the names of files that are not read.
+    """Return a folder's videos, sorted by path, and the names of files that are not read.
 
-    Videos in folders below count too; hidden files do not.
+    Videos in subfolders are included; hidden files are ignored.
 
-    Raises DataError: no video, a video without a caption, two captions of one video, a row of
-        metadata.jsonl without a video.
+    Raises DataError if there is no video, a video has no caption or two, or a row of metadata.jsonl
+    has no video.
     """
     if not folder.is_dir():
         raise DataError(
-            f"videos is {folder}, which is no folder; name one with videos and captions"
+            f"videos is {folder}, which is not a folder; give a folder with videos and captions"
         )
     videos: dict[str, Path] = {}
     others: dict[str, Path] = {}
@@ -46,7 +46,9 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
             is_video = path.suffix.lower() in VIDEOS
             (videos if is_video else others)[relative.as_posix()] = path
     if not videos:
-        raise DataError(f"videos is {folder}, which holds no video ({' '.join(VIDEOS)})")
+        raise DataError(
+            f"videos is {folder}, which has no videos; give a folder with files {' '.join(VIDEOS)}"
+        )
 
     captions: dict[str, str] = {}
     if METADATA in others:
@@ -60,7 +62,7 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
             continue
         if name in captions:
             raise DataError(
-                f"{folder / name} has a caption in {METADATA} and in a file; remove one"
+                f"{folder / name} has one caption in {METADATA} and one in a file; remove one"
             )
         captions[name] = _read_caption(others[text_name])
 
@@ -72,14 +74,14 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
 
 
 def _refuse(folder: Path, names: list[str], problem: str) -> None:
-    """Raise DataError if there are names."""
+    """Raise DataError if there are names, of videos or rows that have ``problem``."""
     if not names:
         return
     example = Path(names[0]).with_suffix(".txt")
     raise DataError(
-        f"{folder} holds {problem}: {first_few(names)}; write the caption of each video into a "
+        f"{folder} has {problem}: {first_few(names)}; write the caption of each video into a "
         f"text file of its name, such as {example}, or into a row "
-        f'{{"file_name": ..., "text": ...}} of {METADATA}, or remove it'
+        f'{{"file_name": ..., "text": ...}} of {METADATA}, or remove the video or row'
     )
 
 
@@ -91,7 +93,7 @@ def _read_caption(path: Path) -> str:
 
 
 def _read_metadata(path: Path) -> dict[str, str]:
-    """Return the captions by the videos' names. Raises DataError for a row that is none."""
+    """Return the captions, keyed by video name. Raises DataError for an invalid row."""
     captions: dict[str, str] = {}
     for number, line in enumerate(_read_caption(path).splitlines(), start=1):
         if not line.strip():
@@ -103,10 +105,10 @@ def _read_metadata(path: Path) -> dict[str, str]:
             name, text = None, None
         if not isinstance(name, str) or not isinstance(text, str):
             raise DataError(
-                f'{path}:{number} is no {{"file_name": NAME, "text": CAPTION}}; repair the row'
+                f'{path}:{number} is not {{"file_name": NAME, "text": CAPTION}}; repair the row'
             )
         name = Path(name).as_posix()
         if name in captions:
-            raise DataError(f"{path}:{number} is a second row of {name}; remove one")
+            raise DataError(f"{path}:{number} is a second row for {name}; remove one of them")
         captions[name] = text.strip()
     return captions

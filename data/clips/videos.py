@@ -1,7 +1,7 @@
-"""Read frames of videos: at a rate of frames, upright, of one size.
+"""Read frames of videos at a given frame rate and size, upright.
 
-Only this module knows PyAV. A frame is chosen by its time, so videos of a varying rate are sampled
-evenly, and those whose rate is higher are thinned out.
+Only this module uses PyAV. Frames are chosen by their times, so videos with a varying rate are
+sampled evenly, and some frames of videos with a higher rate are skipped.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _HDR = {16: "PQ", 18: "HLG"}
-"""Transfer functions of high dynamic range, by their numbers in ITU-T H.273."""
+"""Transfer functions of high dynamic range, keyed by their numbers in ITU-T H.273."""
 _NOTES = {
-    "small": "are smaller than the size asked for, and were enlarged",
-    "hdr": "are of high dynamic range (PQ or HLG), whose colours are read as if they were not",
-    "interlaced": "are interlaced, and read without a filter against it",
+    "small": "are smaller than the requested size, and were enlarged",
+    "hdr": "are of high dynamic range (PQ or HLG), but their colours are read as if they were not",
+    "interlaced": "are interlaced, but were not deinterlaced",
 }
 
 
 class VideoReader:
-    """Reads clips of one size, and counts the videos that it changed."""
+    """Reads clips of one size, and counts the videos that it enlarges or cannot show exactly."""
 
     def __init__(self, *, frames: int, height: int, width: int, fps: float) -> None:
         self._frames = frames
@@ -40,12 +40,12 @@ class VideoReader:
         self._first: dict[str, Path] = {}
 
     def count(self, path: Path) -> int:
-        """Return how many different frames a clip of this video would have, at most all.
+        """Return how many different frames a clip of this video would have, at most ``frames``.
 
-        A video that is too short has fewer, and so has one of a lower rate, whose frames would be
-        repeated. Decodes the clip's frames, so files that are damaged are noticed.
+        The number is smaller if the video is too short, or has a lower frame rate, so that frames
+        would be repeated. All of the clip's frames are decoded, so damage in them is detected.
 
-        Raises DataError: the file cannot be read as a video.
+        Raises DataError if the file cannot be read as a video.
         """
         times: set[int] = set()
         for frame, _ in islice(_nearest_frames(path, self._fps), self._frames):
@@ -57,7 +57,7 @@ class VideoReader:
     def read(self, path: Path) -> np.ndarray:
         """Return the clip from the video's start, uint8 [F, H, W, 3].
 
-        Frames are resized to cover the size, and their middle is cut out.
+        Frames are resized to cover the size, and cropped to their middle.
         """
         images = []
         for frame, aspect in islice(_nearest_frames(path, self._fps), self._frames):
@@ -67,7 +67,7 @@ class VideoReader:
         return np.stack(images)
 
     def notes(self) -> list[str]:
-        """Return a line per kind of change: the number of videos and the first of them."""
+        """Return a line for each noted trait: the number of videos with it, and the first one."""
         return [
             f"{count:,} videos {_NOTES[kind]} (the first: {self._first[kind]})"
             for kind, count in self._counts.items()
@@ -89,10 +89,10 @@ class VideoReader:
 
 
 def cover(image: "Image", height: int, width: int, aspect: Fraction = Fraction(1)) -> "Image":
-    """Resize an image so that it covers a size, and cut out its middle.
+    """Resize an image so that it covers a size, and crop it to its middle.
 
-    As ``resize_mode="crop"`` of diffusers' image processor. ``aspect`` is the width of a pixel over
-    its height.
+    This is ``resize_mode="crop"`` of diffusers' image processor. ``aspect`` is a pixel's width
+    divided by its height.
     """
     from PIL.Image import Resampling
 
@@ -108,9 +108,10 @@ def cover(image: "Image", height: int, width: int, aspect: Fraction = Fraction(1
 def _nearest_frames(path: Path, fps: float) -> Iterator[tuple[Any, Fraction]]:
     """Yield the frame nearest in time to each multiple of 1 / fps, and its pixels' aspect.
 
-    Times count from the first frame. The last frame is taken to last as long as the one before it.
+    Times are counted from the first frame. The last frame is assumed to last as long as the one
+    before it.
 
-    Raises DataError: the file cannot be read as a video.
+    Raises DataError if the file cannot be read as a video.
     """
     interval = 1 / Fraction(fps).limit_denominator(1001)
     sample_time = Fraction(0)
@@ -150,12 +151,12 @@ def _timed_frames(path: Path) -> Iterator[tuple[Any, Fraction, Fraction]]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[Any]:
-    """Yield the module of PyAV; errors of reading become a DataError that names the file."""
+    """Yield the module of PyAV; convert read errors to a DataError that names the file."""
     try:
         import av
     except ImportError as error:
         raise DataError(
-            "videos is a folder of videos, which takes PyAV: pip install av (make venv "
+            "videos needs the package PyAV to read videos; install it: pip install av (make venv "
             "EXTRAS=video)"
         ) from error
     try:

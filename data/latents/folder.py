@@ -173,7 +173,8 @@ def _index(folder: Path) -> dict[str, Any]:
 
     if isinstance(index, dict) and index.get("format") == "clips":
         raise DataError(
-            f"{path} is of clips with captions, and this reads images or clips with labels; "
+            f"{path} is of clips with captions, but only images or clips with labels can be read "
+            "here; "
             "python -m tools.prepare_clips --check reads it, and docs/examples/finetune_clip.py "
             "trains on it"
         )

@@ -97,7 +97,7 @@ def _channel_gates_backward(
 
 
 def _halves(g: Tensor) -> list[int]:
-    """Return half the width of a block, for each size of blocks: 1, 2, ..., C / 2."""
+    """Return the widths of half a block, for all block sizes: 1, 2, ..., C / 2."""
     chunk = g.shape[-2]
     return [1 << level for level in range(chunk.bit_length() - 1)]
 

@@ -123,8 +123,8 @@ def inverse_of(lower, C: tl.constexpr, WIDEN: tl.constexpr):
     computed at once, in two products ``[C, C]``.
     """
     c = tl.arange(0, C)
-    # The bits are below 2 h for two tokens of the same block of 2 h tokens, and below h for two
-    # tokens of the same half.
+    # The differing bits of two tokens' indices are a number below 2 h if the tokens are in the same
+    # block of 2 h tokens, and below h if they are in the same half.
     differing_bits = c[:, None] ^ c[None, :]
     inverse = tl.where(differing_bits == 0, 1.0, 0.0) - tl.where(differing_bits == 1, lower, 0.0)
     half = 2

@@ -241,7 +241,8 @@ class Segments(NamedTuple):
     """
 
     bounds: Tensor
-    """int32 ``[2, S + 1]``: the segments' cumulative lengths; indices of their states, or -1."""
+    """int32 ``[2, S + 1]``. Row 0: the segments' cumulative lengths. Row 1: the index of each
+    segment's state, or -1 if it has none."""
     steps: Tensor
     """int32 ``[2, N + 1]``, of the segments with a state. Row 0: their lengths. Row 1: 1 if the
     segment starts a document other than the first, which resets the state, else 0.

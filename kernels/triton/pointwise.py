@@ -18,7 +18,8 @@ ACTIVATIONS = {
     "silu": (1.0, 0.0),
     "gelu": (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715),
 }
-"""A and B of g * sigmoid(A g + B g^3), a form for both, since 1 + tanh(x) is 2 sigmoid(2 x)."""
+"""A and B with which an activation is g * sigmoid(A g + B g^3); gelu's tanh form can be written so,
+since 1 + tanh(x) is 2 sigmoid(2 x)."""
 NUMBERS = 1024
 """Number of elements per program: 16 bytes of bfloat16 for each of its 128 threads."""
 

@@ -1,8 +1,8 @@
-"""Give a module's attention to the ranks: its call of scaled_dot_product_attention is replaced.
+"""Replace a module's calls of scaled_dot_product_attention by attention over the ranks.
 
-That function is the one name that all processors of diffusers share; most reach it through
-``dispatch_attention_fn``, some call it themselves. A TorchFunctionMode around the module's forward
-sees it in any of them, also after processors were replaced or projections were fused.
+That function is what all attention processors of diffusers have in common: most call it through
+``dispatch_attention_fn``, some directly. A TorchFunctionMode around the module's forward intercepts
+it in all of them, even after processors were replaced or projections were fused.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from runtime.errors import UserError
 
 OTHER_KERNEL = (
     "it did not call torch's scaled_dot_product_attention; call set_attention_backend('native') "
-    "before shard, and choose the kernel by shard(..., backend=...)"
+    "before shard, and choose the kernel with shard(..., backend=...)"
 )
 
 
@@ -26,7 +26,7 @@ class ReplacingMode(TorchFunctionMode):
     """Replaces the attention that one module calls during one forward."""
 
     def __init__(self, layer: str, split: TokenSplit | PackedSplit, family: Family) -> None:
-        """Attend for the module named ``layer``."""
+        """Set up for one forward; ``layer`` is the module's name, for messages."""
         super().__init__()
         self.calls = 0
         self._layer = layer
@@ -34,7 +34,7 @@ class ReplacingMode(TorchFunctionMode):
         self._family = family
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, or attend over the ranks in place of it."""
+        """Call a function of torch; attend over the ranks if it is the attention."""
         if func is F.scaled_dot_product_attention:
             out = self._attend_checked(*args, **(kwargs or {}))
             self.calls += 1
@@ -52,12 +52,12 @@ class ReplacingMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return the attention ``[B, H, n, D]``; the signature is torch's."""
+        """Check the arguments, and return the attention ``[B, H, n, D]``; signature as torch's."""
         if is_causal or dropout_p > 0 or not self.takes(attn_mask):
             raise UserError(
                 f"{self._layer}: its attention has a mask or dropout (is_causal {is_causal}, "
-                f"dropout {dropout_p}); ranks share full attention only, and padded text in the "
-                "families that take a mask for it"
+                f"dropout {dropout_p}), but ranks share only full attention without dropout, and a "
+                "mask may only mark padded text, in some families; leave out mask and dropout"
             )
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
@@ -66,17 +66,17 @@ class ReplacingMode(TorchFunctionMode):
         return self.attend(query, key, value, attn_mask, scale)
 
     def takes(self, mask: Tensor | None) -> bool:
-        """Return True if the mask only marks padded text, which the split knows."""
+        """Return True if there is no mask, or only one of padded text, which the split has read."""
         return mask is None or (isinstance(self._split, TokenSplit) and self._split.has_mask)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """Return the attention ``[B, H, n, D]`` of the ranks."""
+        """Return this rank's part ``[B, H, n, D]`` of the attention over all ranks."""
         raise NotImplementedError
 
     def check_called(self) -> None:
-        """Raise UserError if the module attended by another function."""
+        """Raise UserError if the module's forward did not call scaled_dot_product_attention."""
         if not self.calls:
             raise UserError(f"{self._layer}: {OTHER_KERNEL}")
 
@@ -111,21 +111,21 @@ class AttentionMode(ReplacingMode):
 
 
 class PoolingMode(ReplacingMode):
-    """Attention of queries that every rank has whole to the image tokens of all ranks."""
+    """Attention to the image tokens of all ranks, from queries that every rank has completely."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """Attend from whole queries ``[B, H, Q, D]`` to this rank's keys and all others."""
+        """Attend from all queries ``[B, H, Q, D]`` to the keys of all ranks."""
         assert isinstance(self._split, TokenSplit)
         return self._split.attend_whole(query, key, value, scale)
 
 
 class CrossMode(ReplacingMode):
-    """Cross-attention of packed clips: each clip's tokens to its own text."""
+    """Cross-attention of packed clips, from each clip's tokens to its own text."""
 
     def takes(self, mask: Tensor | None) -> bool:
-        """Return True: a mask of the text is cut with it."""
+        """Return True, since ``attend`` splits a mask of the text along with the text."""
         return True
 
     def attend(

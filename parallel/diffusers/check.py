@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from parallel.comparison import Report, compare_losses
 
 Objective = Callable[[nn.Module, Mapping[str, Any]], Tensor]
-"""Returns the loss of a model for its inputs."""
+"""Function (model, inputs) -> loss."""
 
 
 def compare(
@@ -22,7 +22,7 @@ def compare(
     group: dist.ProcessGroup | None,
     paused: Callable[[], AbstractContextManager[None]],
 ) -> Report:
-    """Compute the report of ``Sharded.check``."""
+    """Compute the report of ``Sharded.check``; ``paused`` is as for ``compare_losses``."""
     size = 1 if group is None else dist.get_world_size(group)
 
     def share(model: nn.Module) -> Tensor:

@@ -1,10 +1,10 @@
 """Families of diffusers' transformers: the token streams and arguments of each class, as data.
 
-A model embeds an image or a clip as *image tokens*. Text either comes in by cross-attention, which
-every rank computes for its own queries with the whole text, or as *text tokens* that attend jointly
-with the image's. Both streams are cut where the blocks begin; the arguments of a block that hold a
-value per token are cut with them, and are listed here by their names. Everything before the blocks
-runs on every rank.
+A model embeds an image or a clip as *image tokens*. Text enters either through cross-attention,
+which every rank computes for its own queries with the whole text, or as *text tokens*, which attend
+jointly with the image tokens. Both streams are cut (each rank keeps its own tokens) where the
+blocks begin, together with those arguments of a block that have a value per token; their names are
+listed here. Everything before the blocks runs on every rank.
 """
 
 from collections.abc import Mapping
@@ -16,25 +16,25 @@ Stream = Literal["image", "text", "joint"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """An argument with a value per token; tuples and lists of tensors are cut one by one."""
+    """An argument with a value per token, or a tuple or list of such tensors."""
 
     stream: Stream
-    """``joint`` is one table for both streams, the text's tokens first."""
+    """Stream of the tokens; ``joint`` means one table for both streams, text tokens first."""
     dim: int = 1
     ndim: int | None = None
-    """The argument holds a value per token only if it has this number of dimensions."""
+    """Number of dimensions with which the argument has a value per token; None means any number."""
     is_hidden: bool = False
-    """True for hidden states, which every block gets anew; other arguments are the same tensor for
+    """True for hidden states, which differ in each block; other arguments are the same tensor for
     all blocks, and are cut once.
     """
 
 
 @dataclass(frozen=True)
 class TextMask:
-    """A mask of the text's padding, ``[B, ..., T]``; padding becomes a document of its own instead.
+    """A mask of the text's padding, ``[B, ..., T]``, in which the last T elements are the text's.
 
-    Its last T elements are the text's. ``ones`` gives the block a mask of ones, for blocks that
-    need one; the others get None.
+    Blocks do not get this mask: padding becomes a separate document instead. A block that needs a
+    mask gets one of ones (``ones``), any other block gets None.
     """
 
     ones: bool = False
@@ -42,11 +42,11 @@ class TextMask:
 
 @dataclass(frozen=True)
 class FirstImageTokens:
-    """A number of leading image tokens that a block treats apart; a rank gets its share of it."""
+    """Number of leading image tokens that a block treats differently; each rank gets its own."""
 
 
 Argument: TypeAlias = Tokens | TextMask | FirstImageTokens | tuple[Tokens, ...]
-"""Content of an argument; a tuple of Tokens describes an argument that is a tuple."""
+"""Description of a block's argument; a tuple of Tokens describes an argument that is a tuple."""
 
 IMAGE = Tokens("image", is_hidden=True)
 TEXT = Tokens("text", is_hidden=True)
@@ -55,48 +55,49 @@ IMAGE_TABLE = Tokens("image")
 
 @dataclass(frozen=True)
 class Packing:
-    """Names by which the clips of a packed sequence are told apart in a block.
+    """Names of the attributes and arguments of a block that packing several clips needs.
 
-    Only blocks that take modulation for each token can compute several clips at once: each clip has
+    Only blocks with a modulation per token can compute several clips at once, since each clip has
     its own time.
     """
 
     cross: str
-    """Attribute of a block that holds the cross-attention to the text."""
+    """Name of the block's attribute with the cross-attention to the text."""
     text: str = "encoder_hidden_states"
     text_mask: str | None = None
-    """Argument with a mask of the text ``[B, 1, T]`` that is added to scores."""
+    """Name of the argument with a mask of the text ``[B, 1, T]``, which is added to scores."""
     modulation: str = "temb"
     modulation_ndim: int = 4
-    """Dimensions of modulation for each token, the second of which counts the tokens."""
+    """Number of dimensions of a modulation per token; its second dimension is over tokens."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of the model that cannot be packed, with the reasons."""
+    """Arguments of the model that cannot be packed, each with the reason."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the blocks, arguments and modules at which a class is cut, attends and is joined."""
+    """Names of a class's blocks, arguments and modules that split tokens, attend, or gather."""
 
     blocks: Mapping[str, Mapping[str, Argument]]
-    """Lists of blocks by their attribute, and the arguments of their forward that are cut."""
+    """For each of the model's lists of blocks, the arguments of a block's forward that are cut."""
     attention: tuple[str, ...] = ("attn",)
-    """Attributes of a block that hold self-attention or joint attention."""
+    """Names of a block's attributes with self-attention or joint attention."""
     pooling: tuple[str, ...] = ()
-    """Attributes of a block that hold attention of whole queries to the image tokens."""
+    """Names of a block's attributes that attend to the image tokens with queries that every rank
+    has completely."""
     text_first: bool = False
-    """True if joint attention puts the text's tokens before the image's."""
+    """True if joint attention has the text tokens before the image tokens."""
     last: str = "proj_out"
-    """The module whose output is gathered: the last one that works token by token."""
+    """Name of the module whose output is gathered: the last one that works token by token."""
     inputs: Mapping[str, Tokens] = field(default_factory=dict)
-    """Arguments of the model itself that are cut, for values that never pass through a block."""
+    """Arguments of the model itself to cut, before its forward begins."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of the model that are refused, with the reasons."""
+    """Arguments of the model that are refused, each with the reason."""
     packing: Packing | None = None
-    """Names for packed clips; None if the blocks have one modulation for all tokens."""
+    """Names for packing clips; None if the blocks have one modulation for all tokens."""
 
     @property
     def joint(self) -> bool:
-        """True if text tokens attend together with the image's."""
+        """True if text tokens attend jointly with the image tokens."""
         if "encoder_hidden_states" in self.inputs:
             return True
         return any("encoder_hidden_states" in arguments for arguments in self.blocks.values())
@@ -132,7 +133,7 @@ WAN = Family(
         "attn2",
         refused={
             "encoder_hidden_states_image": (
-                "the cross-attention of Wan 2.1 I2V takes all keys but the last 512 for the image's"
+                "the cross-attention of Wan 2.1 I2V treats all keys but the last 512 as the image's"
             )
         },
     ),
@@ -150,8 +151,8 @@ LTX = Family(
     inputs={"timestep": Tokens("image", ndim=2)},
     packing=Packing("attn2", text_mask="encoder_attention_mask", modulation_ndim=3),
 )
-# Audio is some hundred tokens: every rank has all of them, so the video's queries need no other
-# rank, and the audio's queries attend to every rank's video tokens.
+# Audio has only a few hundred tokens, so every rank has all of them: video queries attend to them
+# without communication, and audio queries attend to the video tokens of all ranks.
 LTX2 = Family(
     {
         "transformer_blocks": {
@@ -206,8 +207,8 @@ FLUX = Family(
         "controlnet_single_block_samples": CONTROLNET,
     },
 )
-# Flux 2 counts its text tokens before the blocks and removes as many after them, so everything is
-# cut before the model sees it.
+# Flux 2 counts its text tokens before the blocks and removes that number of tokens after them, so
+# the inputs are cut before the model's forward begins.
 FLUX2 = Family(
     {"transformer_blocks": {}, "single_transformer_blocks": {}},
     text_first=True,
@@ -269,4 +270,4 @@ FAMILIES: dict[str, Family] = {
     "PixArtTransformer2DModel": PIXART,
     "DiTTransformer2DModel": DIT,
 }
-"""Families by the class's name."""
+"""Families, keyed by the name of the model's class."""

@@ -1,10 +1,10 @@
-"""Hooks that make a diffusion transformer compute one rank's tokens; its code stays as it is.
+"""Hooks that make a diffusion transformer compute one rank's tokens, without a change of its code.
 
-They do four things. The arguments of each block are cut to this rank's tokens. A block's
-self-attention spans the ranks. The output of the last projection is gathered, so that the
-prediction is whole. And a block that is computed again for the backward finds the split of its own
-forward, also if other clips have been computed since: the split is an attribute of the tensor given
-to the block, which checkpointing keeps.
+The hooks do four things. They cut the arguments of each block to this rank's tokens. They make a
+block's self-attention span the ranks. They gather the output of the last projection, so that the
+prediction is whole. And they give a block that is recomputed in the backward pass the split (the
+division of tokens over ranks) of its own forward, even if other clips have been computed since: the
+split is an attribute of the tensor given to the block, which checkpointing keeps.
 """
 
 import inspect
@@ -22,14 +22,14 @@ from parallel.diffusers.split import PackedSplit, TokenSplit
 from runtime.errors import UserError
 
 SPLIT = "_longmesh_split"
-"""Attribute of a tensor given to a block: the split of its forward."""
-COMPILED = "is compiled, which was not tried with shared clips; leave torch.compile out"
+"""Attribute of a tensor given to a block, with the split of the forward that it belongs to."""
+COMPILED = "is compiled, which is not supported with shared clips; leave out torch.compile"
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute by which diffusers' models call gradient checkpointing."""
+"""Attribute of diffusers' models with the function that they call for gradient checkpointing."""
 
 
 class StandIn(nn.Module):
-    """A function that runs once in place of all blocks, while clips are packed."""
+    """A module that runs a function once in place of all blocks, while clips are packed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -49,42 +49,42 @@ class Hooks:
         """Register the hooks.
 
         Args:
-            context_over: returns the context of a number of tokens.
+            context_over: function that returns the context for a number of tokens.
         """
         self.active = True
         self.last_split: TokenSplit | None = None
-        """The split of the last forward."""
+        """Split of the last forward."""
         self.clip_split: TokenSplit | None = None
-        """The split of the next forwards, while clips are packed."""
+        """Split for forwards of one of the clips to pack; None lets a forward make its own."""
         self.packed_split: PackedSplit | None = None
-        """The split of all clips, while the blocks run on packed clips."""
+        """Split of all clips together, while the blocks run on packed clips."""
         self._model = model
         self._family = family
         self._group = group
         self._context_over = context_over
         self._running = False
         self._split: TokenSplit | None = None
-        """The split of the forward in progress, from the first block or cut input on."""
+        """Split of the forward in progress; None before its first block or cut input."""
         self._blocks: list[tuple[nn.Module, TokenSplit | PackedSplit]] = []
-        """The blocks in progress: one, or none."""
+        """The block that is running, with its split; empty between blocks."""
         self._modes: list[tuple[nn.Module, ReplacingMode]] = []
         self._checkpoint: Callable[..., Any] | None = None
-        """The checkpointing function of the model, while it is replaced."""
+        """The model's own checkpointing function, while another one replaces it."""
 
         self._names = {module: name for name, module in model.named_modules()}
         self._arguments: dict[nn.Module, Mapping[str, Argument]] = {}
-        """Arguments of each block that are cut."""
+        """The arguments to cut, keyed by block."""
         for name, arguments in family.blocks.items():
             for block in getattr(model, name):
                 block = unwrapped(block)
                 if "hidden_states" not in inspect.signature(block.forward).parameters:
                     raise UserError(
                         f"{self._names[block]} is a {type(block).__name__}, which hides the "
-                        "arguments of the block in it; call shard before blocks are wrapped"
+                        "arguments of the block that it wraps; call shard before wrapping blocks"
                     )
                 self._arguments[block] = arguments
         self._modes_of: dict[nn.Module, type[ReplacingMode]] = {}
-        """The kind of each attention that spans the ranks."""
+        """Class that replaces the attention, keyed by attention module."""
         self._handles: list[Any] = []
         self._install()
 
@@ -103,7 +103,7 @@ class Hooks:
         self._hook_last()
 
     def _hook_last(self) -> None:
-        """Gather the output of the last projection, also if an adapter has wrapped it since."""
+        """Gather the output of the last projection, even if an adapter has wrapped it since."""
         last = getattr(self._model, self._family.last)
         if last is not self._last:
             if self._last_handle is not None:
@@ -115,7 +115,7 @@ class Hooks:
     def _install_modes(
         self, block: nn.Module, names: tuple[str, ...], mode: type[ReplacingMode]
     ) -> None:
-        """Replace what the block's attention of these names computes."""
+        """Replace the attention in the block's attributes ``names``."""
         for name in names:
             attention = getattr(block, name, None)
             if attention is not None:
@@ -124,15 +124,15 @@ class Hooks:
                 self._after(attention, self._end_attention)
 
     def remove(self) -> None:
-        """Remove the hooks; the model is a plain one again."""
+        """Remove the hooks, so that the model computes in one process again."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, module: nn.Module, function: Callable[..., Any]) -> None:
         """Call ``function(module, args, kwargs)`` before each forward of the module.
 
-        The hook is a closure that ignores other modules: a deep copy of the model takes the hook
-        along, but neither this object nor its process group, and is a plain model.
+        The hook is a closure that ignores other modules. A deep copy of the model contains the
+        hook, which does nothing there, but no copy of this object or its process group.
         """
 
         def hook(called: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _after(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Call ``function(module, output)`` after each forward; after an error output is None."""
+        """Call ``function(module, output)`` after each forward, with None if it raised an error."""
 
         def hook(called: nn.Module, args: Any, output: Any) -> Any:
             if called is module and self.active:
@@ -153,7 +153,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
     def _begin_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Check the inputs, cut those that the family lists, and wrap the checkpointing."""
+        """Check the inputs, cut those that the family lists, and replace the checkpointing."""
         bound = _bind(model, args, kwargs)
         arguments = bound.arguments
         self._check_forward(arguments)
@@ -174,7 +174,7 @@ class Hooks:
         return _as_passed(bound, args)
 
     def _check_forward(self, arguments: Mapping[str, Any]) -> None:
-        """Raise UserError for arguments, or layers that training has made different since."""
+        """Raise UserError for refused arguments, compiled modules, and dropout in training."""
         for name, reason in self._family.refused.items():
             if arguments.get(name) is not None:
                 raise UserError(f"{name} is given: {reason}")
@@ -187,7 +187,7 @@ class Hooks:
             rate = getattr(module, "dropout_prob", rate)  # of diffusers' LabelEmbedding
             if rate:
                 raise UserError(
-                    f"{name} has dropout {rate}, which each rank would draw by itself; set it to "
+                    f"{name} has dropout {rate}, which each rank would draw differently; set it to "
                     "0, and drop labels or texts in the data, once for each sample"
                 )
 
@@ -221,7 +221,7 @@ class Hooks:
     ) -> TokenSplit | PackedSplit:
         """Return the split of the forward that this call of a block belongs to.
 
-        Raises UserError: the block is computed again, and its arguments are copies.
+        Raises UserError if the block is recomputed from a copy of its input, which has no split.
         """
         split: TokenSplit | PackedSplit | None = getattr(arguments["hidden_states"], SPLIT, None)
         if split is None:
@@ -230,9 +230,9 @@ class Hooks:
             return split
         if not self._running:
             raise UserError(
-                f"{self._names[block]} is computed again for the backward, but its input is a "
-                "copy; checkpoint blocks with use_reentrant=False, and without offloading their "
-                "inputs"
+                f"{self._names[block]} is recomputed in the backward pass from a copy of its "
+                "input, which has lost its split over ranks; checkpoint blocks with "
+                "use_reentrant=False, and do not offload their inputs"
             )
         if self._split is None:
             self._split = self._first_split(block, arguments)
@@ -240,7 +240,7 @@ class Hooks:
         return self._split
 
     def _first_split(self, block: nn.Module, arguments: Mapping[str, Any]) -> TokenSplit:
-        """Return the split for the whole tokens that the first block gets."""
+        """Return the split of the tokens that the first block gets, which are not cut yet."""
         text = arguments.get("encoder_hidden_states") if self._family.joint else None
         text_len = 0 if text is None else text.shape[1]
         split = self._split_of(arguments["hidden_states"].shape[1], text_len)
@@ -252,16 +252,16 @@ class Hooks:
     def _cut(
         self, block: nn.Module, arguments: dict[str, Any], split: TokenSplit | PackedSplit
     ) -> None:
-        """Replace arguments of a block by this rank's parts."""
+        """Replace the arguments of a block by this rank's parts of them."""
         for name, argument in self._arguments[block].items():
             if name in arguments:
                 arguments[name] = split.cut_argument(name, arguments[name], argument)
         setattr(arguments["hidden_states"], SPLIT, split)
 
     def _wrap_checkpointing(self) -> None:
-        """Cut the arguments of a block before checkpointing saves them.
+        """Replace the checkpointing by one that cuts a block's arguments before it saves them.
 
-        Cut inside the block, the whole tensors would stay in memory for the backward.
+        If they were cut inside the block, the whole tensors would be saved for the backward pass.
         """
         original = getattr(self._model, CHECKPOINT, None)
         if original is None:
@@ -281,7 +281,7 @@ class Hooks:
         setattr(self._model, CHECKPOINT, checkpoint)
 
     def _begin_attention(self, attention: nn.Module, args: Any, kwargs: Any) -> None:
-        """Enter the mode that gives this attention to the ranks."""
+        """Enter the mode that makes this attention span the ranks."""
         _, split = self._blocks[-1]
         if self._modes_of[attention] is CrossMode and not isinstance(split, PackedSplit):
             return  # the text is whole on every rank
@@ -302,16 +302,16 @@ class Hooks:
             return  # an error came before the block
         _, split = self._blocks.pop()
         if not self._running and isinstance(split, TokenSplit):
-            split.forget_cuts()  # a block that was computed again; they would keep its input
+            split.forget_cuts()  # the cuts of a recomputed block would keep its input alive
 
     def _gather(self, projection: nn.Module, output: Tensor | None) -> Tensor | None:
-        """Return the output of all ranks' image tokens."""
+        """Return the last projection's output for the image tokens of all ranks."""
         if output is None or self._split is None:
             return None
         return self._split.gather(output)
 
     def _end_forward(self, model: nn.Module, output: Any) -> None:
-        """Release what this forward needed; blocks that are computed again have their split."""
+        """Release this forward's split and cuts; recomputed blocks get the split with the input."""
         self._running = False
         self.last_split, self._split = self._split, None
         if self.last_split is not None:
@@ -328,9 +328,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _as_passed(bound: inspect.BoundArguments, args: tuple[Any, ...]) -> Any:
-    """Return arguments by position as far as the caller's were, and the others by keyword.
+    """Return positional arguments, as many as the caller passed, and the others as keywords.
 
-    Decorators of diffusers look for some arguments among the keywords only.
+    Decorators of diffusers find some arguments only among the keywords.
     """
     positional = bound.args[: len(args)]
     keywords: dict[str, Any] = {}
@@ -350,5 +350,5 @@ def unwrapped(block: nn.Module) -> nn.Module:
 
 
 def _bind(module: nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Return the arguments of a module's forward by their names."""
+    """Bind the arguments of a module's forward to their names."""
     return inspect.signature(module.forward).bind(*args, **kwargs)

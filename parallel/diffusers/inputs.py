@@ -1,7 +1,7 @@
-"""Inputs of ranks that share a clip: the same latents, noise, time and text on each of them.
+"""Ensure that ranks that share a clip have the same latents, noise, time and text.
 
-The ranks compute one loss. If one of them drew other noise, nothing would fail: the attention would
-mix two clips, and the loss would look as usual.
+The ranks compute one loss together. If one of them drew different noise, there would be no error:
+the attention would mix two clips, and the loss would look normal.
 """
 
 from typing import Any
@@ -16,23 +16,23 @@ from runtime.errors import UserError
 
 
 def check_same(arguments: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of the group if a tensor differs between them. Collective."""
+    """Raise UserError on all ranks of the group if a tensor differs between ranks. Collective."""
     leaves, _ = tree_flatten_with_path(arguments)
     tensors = {keystr(path): x for path, x in leaves if isinstance(x, Tensor)}
     difference = find_difference(tensors, group)
     if difference is not None:
         raise UserError(
-            f"inputs {', '.join(difference.names)} of the group's ranks {difference.ranks} are not "
-            "those of its rank 0; draw them with the same generator, use cp.noise_like, or send "
-            "rank 0's with cp.batch"
+            f"inputs {', '.join(difference.names)} of the group's ranks {difference.ranks} differ "
+            "from those of its rank 0; draw them with equally seeded generators, use "
+            "cp.noise_like, or send those of rank 0 with cp.batch"
         )
 
 
 def send_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Return the group's rank 0's tensors on every rank, in any nesting. Collective.
+    """Return the value of the group's rank 0, with its tensors, on every rank. Collective.
 
-    The other ranks may pass anything. Tensors arrive on the kind of device that they have on rank
-    0.
+    Tensors may be in nested lists, tuples and dicts. They arrive on the type of device that they
+    are on at rank 0. The other ranks may pass any value.
     """
     if group is None:
         return value
@@ -60,7 +60,7 @@ def send_first(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 class _Shape:
-    """Shape, dtype and kind of device, which another rank needs to receive a tensor."""
+    """Shape, dtype and device type of a tensor, which other ranks need to receive it."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape = x.shape

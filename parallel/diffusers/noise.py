@@ -1,7 +1,7 @@
-"""Noise and times of training samples, equal on every rank and mesh, and the objectives.
+"""Noise and times of training samples, equal on every rank and mesh, and training targets.
 
-A draw depends on the seed and the sample's number alone, so ranks that share a clip draw the same,
-other numbers of ranks draw the same, and a resumed run goes on with the same draws.
+A draw depends only on the seed and the sample's number. So the ranks that share a clip draw the
+same values, whatever their number, and a resumed run draws what the first run would have drawn.
 """
 
 import hashlib
@@ -14,25 +14,26 @@ from runtime.errors import UserError
 
 
 def sample_generator(seed: int, sample: int, purpose: str) -> torch.Generator:
-    """Return a generator on the CPU for one sample's draws of one kind."""
+    """Return a CPU generator for a sample's draws of one kind, such as "noise" or "time"."""
     digest = hashlib.sha256(f"{seed} {sample} {purpose}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor:
-    """Return normal noise of the latents' shape ``[B, ...]``, dtype and device.
+    """Return normal noise with the latents' shape ``[B, ...]``, dtype and device.
+
+    The noise is drawn in float32 on the CPU.
 
     Args:
-        samples: B numbers, one for each sample and use of it, such as the count of samples so far.
+        samples: B numbers, each of which identifies one use of a sample, such as the number of
+            samples used before it.
 
-    Drawn in float32 on the CPU.
-
-    Raises UserError: another number of samples than latents.
+    Raises UserError if the number of samples is not B.
     """
     if len(samples) != len(latents):
         raise UserError(
-            f"noise_like has {len(latents)} latents and {len(samples)} samples; give each of the "
-            "latents a number"
+            f"noise_like has {len(latents)} latents and {len(samples)} samples; give one sample "
+            "number for each of the latents"
         )
     noise = []
     for sample in samples:
@@ -42,7 +43,7 @@ def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor
 
 
 def uniform(samples: Sequence[int], seed: int = 0) -> Tensor:
-    """Return a number in [0, 1) for each sample, float32 ``[B]``; for times."""
+    """Return a uniform number in [0, 1) for each sample, float32 ``[B]``, to choose its time."""
     draws = []
     for sample in samples:
         draws.append(torch.rand((), generator=sample_generator(seed, sample, "time")))
@@ -50,11 +51,11 @@ def uniform(samples: Sequence[int], seed: int = 0) -> Tensor:
 
 
 def flow_matching(latents: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """Return noisy latents and the target of a flow (Lipman et al. 2023, arXiv:2210.02747).
+    """Return noisy latents and the target of flow matching (Lipman et al. 2023, arXiv:2210.02747).
 
-    They are ``(1 - sigma) latents + sigma noise`` and the velocity ``noise - latents``. Wan,
-    HunyuanVideo, LTX, Flux, Qwen-Image and SD3 are trained so. ``sigma`` is ``[B]``, or has the
-    latents' dimensions.
+    The noisy latents are ``(1 - sigma) latents + sigma noise``; the target is the velocity
+    ``noise - latents``. Wan, HunyuanVideo, LTX, Flux, Qwen-Image and SD3 are trained in this way.
+    ``sigma`` is ``[B]``, or has as many dimensions as the latents.
     """
     sigma = _broadcast(sigma, latents)
     return (1 - sigma) * latents + sigma * noise, noise - latents
@@ -71,7 +72,7 @@ def epsilon(latents: Tensor, noise: Tensor, alpha_cumprod: Tensor) -> tuple[Tens
 def v_prediction(latents: Tensor, noise: Tensor, alpha_cumprod: Tensor) -> tuple[Tensor, Tensor]:
     """Return noisy latents and the target v (Salimans and Ho 2022, arXiv:2202.00512, appendix D).
 
-    As CogVideoX is trained; ``alpha_cumprod`` as for ``epsilon``.
+    CogVideoX is trained in this way; ``alpha_cumprod`` is as for ``epsilon``.
     """
     alpha = _broadcast(alpha_cumprod, latents)
     target = alpha.sqrt() * noise - (1 - alpha).sqrt() * latents

@@ -1,9 +1,9 @@
 """Pack clips of different sizes into one sequence: each attends to itself and its own text.
 
-Nothing is padded. The model's own forward runs once for each clip up to the blocks, whose arguments
-are noted; the blocks then compute this rank's tokens of all clips at once, with modulation for each
-token; and the forward runs again for each clip, with the blocks' results in place of the blocks.
-What lies around the blocks is a thousandth of a forward.
+There is no padding between clips. First the model's own forward runs up to the blocks for each
+clip, and the blocks' arguments are recorded. Then the blocks compute this rank's tokens of all
+clips at once, with a modulation per token. Finally the forward runs again for each clip, with the
+results in place of the blocks. Everything outside the blocks takes about a thousandth of a forward.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from runtime.errors import UserError
 
 
 class BlocksReached(Exception):
-    """Ends a forward at its first block, with the arguments that the block got by name."""
+    """Ends a forward at its first block; holds the block's arguments, keyed by name."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class PackedForward:
         """Pack clips for a model with hooks.
 
         Args:
-            context_over: returns the context of a number of tokens.
+            context_over: function that returns the context for a number of tokens.
 
-        Raises UserError: a family whose blocks have one modulation for all tokens.
+        Raises UserError if the family's blocks have one modulation for all tokens.
         """
         if family.packing is None:
             raise UserError(
-                f"{type(model).__name__} has one modulation for all tokens, so clips with other "
-                "times cannot share a sequence; run them one after the other, or use Wan or LTX"
+                f"{type(model).__name__} has one modulation for all tokens, so clips with "
+                "different times cannot share a sequence; run them one by one, or use Wan or LTX"
             )
         self._model = model
         self._family = family
@@ -62,7 +62,7 @@ class PackedForward:
         self._signature = inspect.signature(unwrapped(self._blocks[0]).forward)
 
     def __call__(self, model: nn.Module, clips: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Return the prediction for each clip; ``model`` may wrap the model that is sharded."""
+        """Return the prediction for each clip; ``model`` is the sharded model, possibly wrapped."""
         for clip in clips:
             self._check(clip)
         splits = self._split(clips)
@@ -74,8 +74,8 @@ class PackedForward:
         parts = hidden.split([split.num_image for split in splits], 1)
         predictions = []
         for clip, split, part in zip(clips, splits, parts, strict=True):
-            # A rank without tokens of the clip gives any of its tokens as the stand-in, so that
-            # the gather has a backward on every rank.
+            # A rank without tokens of this clip passes a token of another clip, which the gather
+            # drops, so that the gather has a backward on every rank.
             tokens = part if split.num_image else hidden[:, :1]
             with self._as_blocks(split, lambda *args, _out=tokens, **kwargs: _out):
                 predictions.append(model(**clip, return_dict=False)[0])
@@ -93,9 +93,9 @@ class PackedForward:
                 raise UserError(f"{name} cannot be packed: {reason}; run the clip by itself")
 
     def _split(self, clips: Sequence[Mapping[str, Any]]) -> list[TokenSplit]:
-        """Return this rank's tokens of each clip.
+        """Return each clip's split, which says which of its tokens are this rank's.
 
-        Raises UserError: too few tokens for every rank to get some.
+        Raises UserError if the clips have too few tokens for every rank to get one.
         """
         token_lens = []
         self._hooks.active = False
@@ -114,8 +114,8 @@ class PackedForward:
         for rank in range(plan.size):
             if not (plan.positions(rank) < cu_seqlens[-1]).any():
                 raise UserError(
-                    f"the clips have {cu_seqlens[-1]} tokens, and rank {rank} of {plan.size} gets "
-                    "none; pack more clips, or use fewer ranks"
+                    f"the clips have {cu_seqlens[-1]} tokens, of which rank {rank} of {plan.size} "
+                    "would get none; pack more clips, or use fewer ranks"
                 )
         return [
             TokenSplit(context, token_len, 0, first)
@@ -123,7 +123,7 @@ class PackedForward:
         ]
 
     def _reach_blocks(self, clip: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the first block gets, by name."""
+        """Run the forward up to the first block; return the block's arguments, keyed by name."""
 
         def stop(*args: Any, **kwargs: Any) -> None:
             raise BlocksReached(self._signature.bind(*args, **kwargs).arguments)
@@ -136,7 +136,7 @@ class PackedForward:
         raise AssertionError("the model has no block")
 
     def _block_arguments(self, clip: Mapping[str, Any], split: TokenSplit) -> dict[str, Any]:
-        """Return this rank's part of what the blocks get for a clip."""
+        """Return this rank's part of the first block's arguments for a clip, keyed by name."""
         with self._clip(split):
             arguments = self._reach_blocks(clip)
         for name, argument in self._family.blocks[self._blocks_name].items():
@@ -146,7 +146,7 @@ class PackedForward:
 
     @contextmanager
     def _clip(self, split: TokenSplit) -> Iterator[None]:
-        """Cut inputs and gather the output as the clip is split, until the block ends."""
+        """Let forwards use this clip's split for inputs and output, until the block ends."""
         self._hooks.clip_split = split
         try:
             yield
@@ -155,7 +155,7 @@ class PackedForward:
 
     @contextmanager
     def _in_place_of_blocks(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Let the model's forward call a function once in place of all blocks."""
+        """Make the model's forward call ``function`` once, instead of all transformer blocks."""
         modules: dict[str, Any] = self._model._modules
         blocks = modules[self._blocks_name]
         modules[self._blocks_name] = nn.ModuleList([StandIn(function)])
@@ -172,7 +172,7 @@ class PackedForward:
     def _run_blocks(
         self, arguments: Sequence[dict[str, Any]], splits: Sequence[TokenSplit]
     ) -> Tensor:
-        """Return what the blocks make of this rank's tokens of all clips, ``[1, n, C]``."""
+        """Return the blocks' output for this rank's tokens of all clips, ``[1, n, C]``."""
         packed = self._packed_arguments(arguments, splits)
         text_lens = [clip[self._packing.text].shape[1] for clip in arguments]
         split = PackedSplit(splits[0].context, splits, text_lens)
@@ -183,7 +183,7 @@ class PackedForward:
             self._hooks.packed_split = None
 
     def _run_packed(self, packed: dict[str, Any], split: PackedSplit) -> Tensor:
-        """Return the last block's output for packed arguments of the first block."""
+        """Run all blocks on packed arguments of the first one; return the last block's output."""
         checkpoint = None
         if torch.is_grad_enabled() and getattr(self._model, "gradient_checkpointing", False):
             checkpoint = getattr(self._model, CHECKPOINT)
@@ -201,9 +201,9 @@ class PackedForward:
     def _packed_arguments(
         self, arguments: Sequence[dict[str, Any]], splits: Sequence[TokenSplit]
     ) -> dict[str, Any]:
-        """Return the arguments of a block for all clips.
+        """Join each clip's arguments of the first block into arguments for all clips.
 
-        Raises UserError: an argument that is not known to belong to a token or a text.
+        Raises UserError for an argument that is neither per token nor of the text.
         """
         packing = self._packing
         token_arguments = self._family.blocks[self._blocks_name]
@@ -224,12 +224,13 @@ class PackedForward:
                 packed[name] = torch.cat(values, -1)
             else:
                 raise UserError(
-                    f"{name} of the blocks is {values[0]!r}, which cannot be packed; leave it out"
+                    f"{name} is {values[0]!r}, but this argument of the blocks cannot be packed; "
+                    "leave it out"
                 )
         return packed
 
     def _per_token(self, modulation: Tensor, num_tokens: int) -> Tensor:
-        """Return modulation for each token, ``[1, n, ...]``."""
+        """Return a clip's modulation per token, ``[1, n, ...]``."""
         if modulation.ndim < self._packing.modulation_ndim:
             modulation = modulation.unsqueeze(1)
         if modulation.shape[1] == 1:
@@ -238,7 +239,7 @@ class PackedForward:
 
 
 def _joined(values: Sequence[Any], splits: Sequence[TokenSplit], argument: Any) -> Any:
-    """Return the clips' values for each token, one after the other, without stand-ins."""
+    """Concatenate the clips' values per token, without stand-ins (see ``split``)."""
     if isinstance(values[0], (tuple, list)):
         return tuple(_joined(parts, splits, argument) for parts in zip(*values, strict=True))
     pairs = zip(values, splits, strict=True)

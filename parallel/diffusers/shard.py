@@ -1,10 +1,10 @@
 """Shard the clips of a diffusion transformer: whole latents in, the whole prediction out.
 
 Every rank of the group passes the same latents, noise, time and text, gets the whole prediction,
-and computes the loss that it likes from it. Gradients are averaged over all ranks, as DDP and FSDP
-do: all communication has its adjoint as backward, so autograd on rank r gives the gradient of the
-sum of all ranks' losses by r's copy of a parameter, and the mean of these is the gradient of the
-mean loss, for parameters in front of the cut as for those behind it.
+and computes any loss from it. Gradients are averaged over all ranks, as DDP and FSDP do. This is
+exact, because the backward of all communication is its adjoint: autograd on rank r gives the
+gradient of the sum of all ranks' losses with respect to r's copy of a parameter, and the mean of
+these gradients is that of the mean loss, whether a parameter comes before or after the cut.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ from runtime.errors import UserError
 OF_FORWARDS = {
     "causal": "the attention of these models is full",
     "documents": "padded text is read from the model's mask",
-    "layout": "under full attention every layout has the same work, and tokens stay in order",
-    "seq_len": "a clip has any number of tokens",
+    "layout": "under full attention all layouts divide the work equally, so tokens stay in order",
+    "seq_len": "clips may have any number of tokens",
     "window": "the attention of these models is full",
 }
-"""Options of ``context_parallel`` that ``shard`` does not take, with the reasons."""
+"""Options of ``context_parallel`` that ``shard`` refuses, each with the reason."""
 SHARDED: WeakSet[nn.Module] = WeakSet()
-"""The models that have hooks."""
+"""Models that are sharded now; sharding one of them again is refused."""
 
 
 class Sharded:
@@ -60,24 +60,25 @@ class Sharded:
         SHARDED.add(model)
 
     def batch(self, *tensors: Any) -> Any:
-        """Return rank 0's tensors on every rank of the group, in any nesting. Collective.
+        """Return the arguments of the group's rank 0 on every rank of the group. Collective.
 
-        For loops in which only one rank of a group loads clips or draws noise. A forward compares
-        its inputs between ranks in any case.
+        This is for loops in which only one rank of a group loads clips or draws noise. Arguments
+        are tensors, or nested lists, tuples and dicts of tensors. Every forward also checks that
+        its inputs are equal on all ranks.
         """
         sent = send_first(tensors, self.group)
         return sent if len(sent) > 1 else sent[0]
 
     def noise_like(self, latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor:
-        """Return normal noise ``[B, ...]`` that depends on the seed and samples' numbers alone."""
+        """Return normal noise ``[B, ...]`` that depends only on the seed and the sample numbers."""
         return noise_like(latents, samples, seed)
 
     def loss(self, loss_sum: Tensor, count: int | Tensor) -> Tensor:
-        """Return the mean over the elements of all clips, equal on all ranks. Collective.
+        """Return the mean loss over the elements of all clips, equal on all ranks. Collective.
 
-        Average its gradients over the ranks of ``world``, as DDP and FSDP do. For clips of
-        different sizes: the mean of the groups' means would weigh the elements of a small clip
-        more.
+        Average its gradients over the ranks of ``world``, as DDP and FSDP do. Use it if clips have
+        different sizes: a mean of the groups' means would give the elements of a small clip a
+        larger weight.
 
         Args:
             loss_sum: sum of the loss over the elements of the group's clips.
@@ -91,24 +92,26 @@ class Sharded:
     ) -> list[Tensor]:
         """Return the predictions for clips of any sizes, packed into one sequence. Collective.
 
-        Each clip attends to itself and its own text, without padding. With the method exchange a
-        clip's keys go only to ranks that have queries of this clip.
+        Each clip attends only to itself and its own text, and is not padded. With the method
+        exchange a clip's keys are sent only to ranks that have queries of this clip.
 
         Args:
             clips: arguments of the model's forward for each clip, a batch of 1 with its own time.
-            model: the model in its wrapping, such as DDP's; by default the sharded model.
+            model: the sharded model as wrapped, for example by DDP; by default without wrapper.
 
-        Raises UserError: a model without modulation for each token; a clip that cannot be packed.
+        Raises UserError if the model has no modulation per token, or a clip cannot be packed.
         """
         if not self._hooks.active:
-            raise UserError("packed is called within paused(), where no rank shares clips")
+            raise UserError(
+                "packed is called within paused(), where ranks do not share clips; call it outside"
+            )
         forward = PackedForward(self.model, self._family, self._hooks, self._packed_over)
         return forward(model or self.model, clips)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather a block's output ``[B, n, C]`` to all image tokens ``[B, I, C]``. Collective.
 
-        Differentiable; for losses on features inside the model, after a forward.
+        Differentiable. It is for losses on features inside the model; call it after a forward.
         """
         split = self._hooks.last_split
         if split is None:
@@ -116,34 +119,35 @@ class Sharded:
         return split.gather(x)
 
     def check(self, model: nn.Module, inputs: Mapping[str, Any], objective: Objective) -> Report:
-        """Compare the loss, and gradients of every module, with one process. Collective.
+        """Compare losses, and gradients of every module, with the model in one process. Collective.
 
-        The one process runs the model with its own attention, in the model's dtype and in float64.
-        Rank 0 of the group holds a copy of the model in float64 and three gradients, so give a
-        small clip. The model is not changed.
+        Rank 0 of the group, as the one process, runs the model with its own attention, once in the
+        model's dtype and once in float64. It holds a copy of the model in float64 and three sets of
+        gradients, so give a small clip. The model is not changed.
 
         Args:
-            model: the model, also inside peft's or DDP's wrapping.
-            inputs: tensors for the objective, equal on the group's ranks.
-            objective: ``objective(model, inputs)`` returns the loss; it draws nothing at random.
+            model: the sharded model, possibly wrapped by peft or DDP.
+            inputs: inputs of the objective, equal on the group's ranks.
+            objective: function (model, inputs) that returns the loss, without random draws.
 
-        Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too
-            large for rank 0's memory.
+        Raises UserError if the model is another one, paused, frozen, sharded or quantised, or too
+        large for rank 0's memory.
         """
         if self.model not in model.modules():
             raise UserError(
-                "the model is not the one that shard was called with, nor holds it; check that one"
+                "the model given to check is not the one that shard was called with, and does not "
+                "contain it; give check the sharded model"
             )
         if not self._hooks.active:
             raise UserError(
-                "the model uses its own attention within paused(), so no rank shares it; check it "
-                "outside"
+                "the model uses its own attention within paused(), so the ranks do not share its "
+                "clips; call check outside paused()"
             )
         return compare(model, inputs, objective, self.group, self.paused)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model on this process alone until the block ends, for example to sample."""
+        """Run the model in this process alone until the block ends, for example to sample."""
         previous = self._hooks.active
         self._hooks.active = False
         try:
@@ -152,7 +156,7 @@ class Sharded:
             self._hooks.active = previous
 
     def remove(self) -> None:
-        """Make the model a plain one again, which may be sharded anew."""
+        """Remove the hooks from the model, which can then be sharded again."""
         self._hooks.remove()
         SHARDED.discard(self.model)
 
@@ -171,16 +175,16 @@ def shard(
     Collective.
 
     Args:
-        model: a model of a class in ``FAMILIES``, also inside peft's, DDP's or FSDP2's wrapping.
-        group: None means only this process.
-        method: a name in ``METHODS``, of softmax attention; ulysses needs heads that the ranks
-            divide.
-        world: the ranks whose gradients are averaged, by default all processes.
-        family: for a class that is not in ``FAMILIES``, where it cuts, attends and joins.
-        options: as for ``context_parallel``, except those that the models decide.
+        model: a model of a class in ``FAMILIES``, possibly wrapped by peft, DDP or FSDP2.
+        group: ranks that share every clip; None means only this process.
+        method: name in ``METHODS`` of a method for softmax attention; ulysses needs a number of
+            heads that is a multiple of the number of ranks.
+        world: group of ranks whose gradients are averaged, by default all processes.
+        family: description of a model whose class is not in ``FAMILIES``.
+        options: as for ``context_parallel``, except those in ``OF_FORWARDS``.
 
-    Raises UserError: a class, layer or setting that is not supported, with the reason; heads that
-        the method cannot divide; a model that is sharded already.
+    Raises UserError if a class, layer or setting is not supported (the message has the reason), if
+    the method cannot divide the heads, or if the model is sharded already.
     """
     method_of(method).check_kind("shard", "softmax attention", METHODS)
     for name, reason in OF_FORWARDS.items():
@@ -196,7 +200,7 @@ def shard(
     if world is None:
         world = dist.group.WORLD  # None if no process group is initialised
     packed_context = None
-    if method == "exchange":  # its balanced layout gives every rank equal work under documents
+    if method == "exchange":  # its balanced layout divides the work of packed clips equally
         packed_context = context_parallel(
             method, seq_len=ranks, group=group, causal=False, **options
         )
@@ -204,7 +208,7 @@ def shard(
 
 
 def _transformer(model: nn.Module, family: Family | None) -> tuple[nn.Module, Family]:
-    """Return the transformer in a model's wrapping, and its family."""
+    """Return the transformer inside a possibly wrapped model, and its family."""
     for module in model.modules():
         if is_compiled(module):
             raise UserError(f"{type(model).__name__} {COMPILED}")
@@ -216,31 +220,31 @@ def _transformer(model: nn.Module, family: Family | None) -> tuple[nn.Module, Fa
             if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
                 return module, FAMILIES[base.__name__]
     raise UserError(
-        f"{type(model).__name__} is none of the classes that were tried: {', '.join(FAMILIES)}; "
-        "describe it with family=parallel.diffusers.Family(...) and prove it with cp.check"
+        f"{type(model).__name__} is none of the supported classes: {', '.join(FAMILIES)}; "
+        "describe it with family=parallel.diffusers.Family(...), and verify it with cp.check"
     )
 
 
 def _check_settings(model: nn.Module, family: Family, context: ContextParallel) -> None:
-    """Raise UserError for a setting of the model that its hooks would not reveal."""
+    """Raise UserError for a setting of the model that does not work with shared clips."""
     name = type(model).__name__
     if model in SHARDED:
         raise UserError(
-            f"{name} is sharded already; use what that call of shard returned, or call its "
-            "remove() before you shard again"
+            f"{name} is sharded already; use the result of that call of shard, or call its "
+            "remove() and then shard again"
         )
     if getattr(model, "_parallel_config", None) is not None:
         raise UserError(
-            f"{name}.enable_parallelism was called: diffusers shares the tokens already; leave it "
-            "out"
+            f"{name}.enable_parallelism was called, so diffusers already splits the tokens; leave "
+            "out that call"
         )
     if getattr(model, "is_cache_enabled", False):
-        raise UserError(f"{name} has a cache, which is for sampling; call disable_cache()")
+        raise UserError(f"{name} has a cache, which is only for sampling; call disable_cache()")
     for layer, module in model.named_modules():
         if hasattr(module, "_diffusers_hook"):
             raise UserError(
                 f"{layer or name} has hooks of diffusers (offloading, casting or caches), which "
-                "were not tried with shared clips; make the model without them"
+                "are not supported with shared clips; create the model without them"
             )
         if is_compiled(module):
             raise UserError(f"{layer or name} {COMPILED}")

@@ -1,13 +1,13 @@
-"""Which tokens of a clip are this rank's: cut tensors, gather them, attend to the whole clip.
+"""Find this rank's tokens of a clip, cut tensors to them, gather them, and attend over ranks.
 
-Image tokens are numbered first, then text tokens, and that joint sequence of N = I + T is cut into
-equal contiguous parts. So text is not computed on every rank, and a sample with less text ends
-before N: its padding is the suffix, a document of its own that nothing else attends to.
+The joint sequence has N = I + T tokens, image tokens first, and is cut into equal contiguous parts,
+one per rank. So not every rank computes all of the text. A sample with less text is padded at the
+end of the sequence; its padding is a separate document, to which no other token attends.
 
-A rank may own no token of a stream. It then holds the first token of it as a *stand-in*, since
+A rank may have no token of a stream. It then holds the stream's first token as a *stand-in*, since
 models fail on empty streams (``x[:, :-0]`` is empty) and DDP waits for parameters without
-gradients. A stand-in takes no part in the attention, its output there is 0, and nobody reads what
-the blocks make of it.
+gradients. A stand-in takes no part in the attention, where its output is 0, and nothing reads the
+blocks' output for it.
 
 Shapes: B samples, I image and T text tokens, n of them this rank's, H heads of width D.
 """
@@ -29,31 +29,31 @@ from runtime.tensors import accum_dtype
 
 
 class SelectTokens(torch.autograd.Function):
-    """Copy some tokens. Nothing is saved for the backward but the index, which is no saved tensor.
+    """Copies some tokens, and saves no tensor: its backward reads the index from an attribute.
 
-    A block that is computed again under checkpointing must save as many tensors as the first time,
-    and a tensor that several blocks get is cut in only one of them.
+    A block that checkpointing recomputes must save as many tensors as in its forward, but a tensor
+    that several blocks get is cut in only one of them.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """Return the tokens; a view would keep the whole tensor in memory for the backward."""
+        """Return a copy of the tokens; a view would keep the whole tensor in memory."""
         ctx.shape, ctx.dim, ctx.index = x.shape, dim, index
         return x.index_select(dim, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient, which is 0 for the other tokens."""
+        """Return the gradient of the whole tensor, 0 for the tokens that were not copied."""
         whole = gradient.new_zeros(ctx.shape)
         return whole.index_add_(ctx.dim, ctx.index, gradient), None, None
 
 
 class LocalCount(int):
-    """A number of tokens that is this rank's already."""
+    """A number of tokens that was already reduced to this rank's tokens."""
 
 
 class TokenSplit:
-    """The tokens of one forward: which are this rank's, and how samples with less text end."""
+    """Division of one forward's tokens over ranks: this rank's tokens, and the text's lengths."""
 
     def __init__(
         self, context: ContextParallel, image_len: int, text_len: int, first: int = 0
@@ -61,7 +61,9 @@ class TokenSplit:
         """Find this rank's tokens.
 
         Args:
-            context: of a sequence with these tokens, from position ``first`` on.
+            context: context of a sequence that contains these tokens from position ``first`` on.
+            image_len: number of image tokens, on all ranks together.
+            text_len: number of text tokens, on all ranks together.
         """
         self.context = context
         self._first = first
@@ -71,9 +73,9 @@ class TokenSplit:
             "joint": image_len + text_len,
         }
         self.has_mask = False
-        """True if a mask of the text's padding was read."""
+        """True once ``read_mask`` has read a mask of the text's padding."""
         self.text_lengths: tuple[int, ...] | None = None
-        """Number of text tokens of each sample without its padding; None if no text is padded."""
+        """Number of text tokens of each sample, without padding; None if no text is padded."""
 
         image = self._image_tokens(context.positions)
         positions = context.positions - first - image_len
@@ -91,29 +93,28 @@ class TokenSplit:
         }
         self._cuts: dict[tuple[int, Tokens], tuple[Tensor, Tensor]] = {}
         self._indices: dict[tuple[Any, torch.device], Tensor] = {}
-        """Indices on the devices on which they were used; a copy there would wait for the device.
-        """
+        """Cached copies of indices, keyed by index and device, since a new copy would make the host
+        wait for the device."""
 
     def _on_device(self, key: Any, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return an index on a device, made and copied the first time."""
+        """Return an index on a device; the first call makes and copies it."""
         if (key, device) not in self._indices:
             self._indices[key, device] = make().to(device)
         return self._indices[key, device]
 
     def _image_tokens(self, positions: Tensor) -> Tensor:
-        """Return the numbers of the image tokens among positions of the sequence."""
+        """Return the numbers of those image tokens of this clip that are at ``positions``."""
         tokens = positions - self._first
         return tokens[(tokens >= 0) & (tokens < self.whole_len["image"])]
 
     def local_len(self, stream: Stream) -> int:
-        """Return the number of tokens that this rank holds, a stand-in included."""
+        """Return the number of this rank's tokens in a stream, including a stand-in."""
         return len(self._index[stream])
 
     def cut_argument(self, name: str, value: Any, argument: Argument) -> Any:
         """Return this rank's part of a block's or model's argument.
 
-        Raises UserError: tensors that are neither whole nor this rank's; a mask that this split
-            cannot express.
+        Raises UserError if a tensor has neither all tokens nor exactly this rank's.
         """
         if value is None:
             return None
@@ -131,9 +132,10 @@ class TokenSplit:
         return self._cut(name, value, argument)
 
     def _cut(self, name: str, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return this rank's tokens of x, or x itself if it holds just these, or one value for all.
+        """Return this rank's tokens of x; x itself if it has only these, or one value for all.
 
-        The cut of a tensor that every block gets, such as a rotary table, is remembered.
+        Cuts are cached, since every block gets the same rotary table, except those of hidden
+        states, which differ in each block.
         """
         if tokens.ndim is not None and x.ndim != tokens.ndim:
             return x
@@ -145,8 +147,8 @@ class TokenSplit:
         if length != whole:
             raise UserError(
                 f"{name} is {tuple(x.shape)}: dimension {tokens.dim} has {length} "
-                f"{tokens.stream} tokens, neither all {whole} nor this rank's {local}; if its "
-                "block is computed again for the backward, checkpoint it with use_reentrant=False"
+                f"{tokens.stream} tokens, but must have all {whole} or this rank's {local}; if its "
+                "block is recomputed in the backward pass, checkpoint it with use_reentrant=False"
             )
 
         key = (id(x), tokens)
@@ -156,11 +158,11 @@ class TokenSplit:
         index = self._on_device(stream, x.device, lambda: self._index[stream])
         cut: Tensor = SelectTokens.apply(x, tokens.dim % x.ndim, index)
         if not tokens.is_hidden:
-            self._cuts[key] = (x, cut)  # with x, whose id must not be given to another tensor
+            self._cuts[key] = (x, cut)  # keep x alive, so that no other tensor gets its id
         return cut
 
     def forget_cuts(self) -> None:
-        """Release the tensors that were cut."""
+        """Empty the cache of cuts, which keeps the whole tensors alive."""
         self._cuts.clear()
 
     def _local_mask(self, mask: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class TokenSplit:
     def read_mask(self, name: str, mask: Tensor) -> None:
         """Set each sample's number of text tokens from a mask ``[B, ..., T]``.
 
-        Raises UserError: a mask with padding before text.
+        Raises UserError if the mask has padding before text.
         """
         text = mask.reshape(mask.shape[0], -1)[:, -self.whole_len["text"] :] > 0  # [B, T]
         lengths = text.sum(1)
@@ -188,8 +190,8 @@ class TokenSplit:
         x = x[:, : self.num_image]  # without a stand-in
         if self.context.group is None:
             return x
-        # A sum with 0 for the tokens of other ranks. Its backward sums the gradients, so that every
-        # rank may compute a loss of its own from all tokens.
+        # Each rank has 0 for the tokens of others, so a sum gathers them. Its backward sums the
+        # gradients, so every rank may compute a different loss from all tokens.
         local = self._index["image"][: self.num_image]
         index = self._on_device("local image", x.device, lambda: local)
         whole = x.new_zeros(x.shape[0], self.whole_len["image"], *x.shape[2:])
@@ -197,14 +199,15 @@ class TokenSplit:
         return gathered
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Return the attention ``[B, H, Q, D]`` of whole queries to the image tokens of all ranks.
+        """Return the attention ``[B, H, Q, D]`` to the image tokens of all ranks.
 
-        For few queries: scores ``[B, H, Q, n]`` are in memory, in float32 at least. A softmax over
-        all keys needs their maximum and two sums over ranks.
+        It is meant for few queries, since all scores ``[B, H, Q, n]`` are in memory, in float32 or
+        wider. The softmax over all keys takes two all-reduces: of the largest scores, and of the
+        weighted values with the weights' sum.
 
         Args:
-            q: queries that every rank has, ``[B, H, Q, D]``.
-            k, v: of this rank's image tokens, ``[B, H, n, D]``.
+            q: queries ``[B, H, Q, D]``, the same on every rank.
+            k, v: keys and values of this rank's image tokens, ``[B, H, n, D]``.
         """
         dtype = q.dtype
         group = self.context.group
@@ -239,8 +242,8 @@ class TokenSplit:
 
         Args:
             q, k, v: this rank's tokens of both streams, or of the image alone, ``[B, n, H, D]``.
-            text_first: True if they begin with the text.
-            sample: the number of the sample if q, k and v are one sample's; None for all samples.
+            text_first: True if the text tokens come first in q, k and v.
+            sample: number of the sample that q, k and v belong to; None if they have all samples.
         """
         with_text = q.shape[1] > self.local_len("image")
         key = ("order", text_first, with_text)
@@ -262,7 +265,7 @@ class TokenSplit:
         return rows.index_copy(1, order, outputs[:, : len(order)])
 
     def _order(self, text_first: bool, with_text: bool) -> Tensor:
-        """Return the module's indices of this rank's tokens in the split's order, no stand-ins."""
+        """Return this rank's tokens in the split's order, as indices in q; without stand-ins."""
         num_text = self.num_text if with_text else 0
         image = torch.arange(self.num_image)
         text = torch.arange(num_text)
@@ -283,7 +286,7 @@ class TokenSplit:
         return context.attend(q, k, v, scale=scale)
 
     def _attend_by_length(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Attend ``[B, n, H, D]``: samples with equally long text together."""
+        """Attend ``[B, n, H, D]``, in one call for all samples with the same length of text."""
         assert self.text_lengths is not None
         samples_of: dict[int, list[int]] = {}
         for sample, text_len in enumerate(self.text_lengths):
@@ -308,8 +311,8 @@ class PackedSplit:
         """Pack clips in this order.
 
         Args:
-            context: of all clips' tokens, each clip a document.
-            splits: this rank's tokens of each clip.
+            context: context of all clips' tokens, in which each clip is a document.
+            splits: split of each clip.
             text_lens: number of text tokens of each clip.
         """
         self.context = context
@@ -317,11 +320,11 @@ class PackedSplit:
         self._text_lens = tuple(text_lens)
 
     def cut_argument(self, name: str, value: Any, argument: Argument) -> Any:
-        """Return a block's argument, which is this rank's already."""
+        """Return a block's argument unchanged, since packed arguments are this rank's already."""
         return value
 
     def clips(self) -> Iterator[tuple[slice, slice]]:
-        """Yield each clip's part of this rank's tokens, and of the text."""
+        """Yield two slices for each clip: of this rank's tokens, and of the packed text."""
         token, text = 0, 0
         for split, text_len in zip(self.splits, self._text_lens, strict=True):
             yield slice(token, token + split.num_image), slice(text, text + text_len)
@@ -329,7 +332,7 @@ class PackedSplit:
             text += text_len
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Return the attention ``[1, n, H, D]`` of this rank's tokens, each within its clip."""
+        """Return the attention ``[1, n, H, D]`` of this rank's tokens, each to its own clip."""
         padding = len(self.context.positions) - q.shape[1]
         q_padded, k_padded, v_padded = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
         out = self.context.attend(q_padded, k_padded, v_padded, scale=scale)

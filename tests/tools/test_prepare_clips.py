@@ -154,9 +154,9 @@ def test_short_videos_are_refused_or_left_out_by_name(models, videos, tmp_path, 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"frames": 80}, "frames is 80; the VAE takes 1 frame and then 4 at a time: give 77 or 81"),
+        ({"frames": 80}, "but the VAE takes 1 frame and then 4 at a time; give 77 or 81"),
         ({"height": 40}, "height is 40; it must be a multiple of 16"),
-        ({"width": 50}, "of 8 pixels of the VAE's and patches of 2: give 48 or 64"),
+        ({"width": 50}, "by 8 and the transformer has patches of 2; give 48 or 64"),
         ({"width": 5}, "give 16"),
     ],
 )
@@ -175,7 +175,7 @@ def damaged(path):
 SPOILT = {
     "no caption": (
         lambda videos: (videos / "a.txt").unlink(),
-        "holds videos without a caption: a.mp4",
+        "has videos without a caption: a.mp4",
     ),
     "empty": (lambda videos: (videos / "a.txt").write_text(" \n"), "empty caption: a.mp4"),
     "bytes": (lambda videos: (videos / "a.txt").write_bytes(b"\xff\xfe"), "a.txt cannot be read"),
@@ -183,7 +183,7 @@ SPOILT = {
         lambda videos: (videos / "metadata.jsonl").write_text(
             '{"file_name": "a.mp4", "text": "a"}'
         ),
-        "a.mp4 has a caption in metadata.jsonl and in a file",
+        "a.mp4 has one caption in metadata.jsonl and one in a file",
     ),
     "row": (
         lambda videos: (videos / "metadata.jsonl").write_text('{"file_name": "a.mp4"}'),
@@ -213,9 +213,9 @@ def test_bad_captions_and_videos_are_named_before_anything_is_encoded(
 
 def test_folders_without_videos_and_lines_without_flags_are_refused(models, tmp_path, capsys):
     output = tmp_path / "clips"
-    assert "which is no folder" in error(capsys, flags(tmp_path / "no", models, output))
+    assert "which is not a folder" in error(capsys, flags(tmp_path / "no", models, output))
     (tmp_path / "empty").mkdir()
-    assert "which holds no video" in error(capsys, flags(tmp_path / "empty", models, output))
+    assert "which has no videos" in error(capsys, flags(tmp_path / "empty", models, output))
     assert main(["--videos", "videos"]) == 2
     assert "--videos needs --output" in capsys.readouterr().err
 
@@ -235,13 +235,13 @@ def test_models_of_other_classes_are_refused_by_name(models, videos, tmp_path, c
     assert "vae is" in error(capsys, flags(videos, models, output, vae=other))
     (other / "model_index.json").touch()
     message = error(capsys, flags(videos, models, output, vae=other))
-    assert f"it is a whole pipeline's: name {other}/vae" in message
+    assert f"it is the folder of a whole pipeline: give {other}/vae" in message
     config = {"_class_name": "AutoencoderKLHunyuanVideo", "architectures": ["CLIPTextModel"]}
     (other / "config.json").write_text(json.dumps(config))
     message = error(capsys, flags(videos, models, output, vae=other))
-    assert "AutoencoderKLHunyuanVideo; clips are encoded by AutoencoderKLWan only" in message
+    assert "AutoencoderKLHunyuanVideo, but only AutoencoderKLWan is supported" in message
     message = error(capsys, flags(videos, models, output, **{"text-encoder": other}))
-    assert "CLIPTextModel; clips are encoded by UMT5EncoderModel or T5EncoderModel only" in message
+    assert "CLIPTextModel, but only UMT5EncoderModel or T5EncoderModel is supported" in message
     message = error(capsys, flags(videos, models, output, tokenizer=other))
     assert "tokenizer" in message
 
@@ -282,7 +282,7 @@ def test_videos_that_are_changed_are_counted(tmp_path):
     reader = VideoReader(frames=3, height=96, width=160, fps=16)
     assert reader.count(path) == 3
     small, hdr = reader.notes()
-    assert small.startswith("1 videos are smaller than the size asked for, and were enlarged")
+    assert small.startswith("1 videos are smaller than the requested size, and were enlarged")
     assert hdr.startswith("1 videos are of high dynamic range")
 
 
@@ -290,7 +290,7 @@ def test_check_reads_all_values(models, videos, tmp_path, capsys):
     output = tmp_path / "clips"
     words = flags(videos, models, output)
     assert main(words) == 0
-    assert "already holds data" in error(capsys, words)
+    assert "already has data" in error(capsys, words)
     assert prepare_latents(["--check", str(output)]) == 1
     assert "tools.prepare_clips --check reads it" in capsys.readouterr().err
 
@@ -300,12 +300,12 @@ def test_check_reads_all_values(models, videos, tmp_path, capsys):
     save_file({**clip, "latents": clip["latents"] / 0}, path)
     assert "clip-00001.safetensors: its latents hold a NaN" in error(capsys, check)
     save_file({**clip, "text": clip["text"].half()}, path)
-    assert "holds torch.float16 [7, 16] as text, and its index says" in error(capsys, check)
+    assert "has torch.float16 [7, 16] as text, but the index says" in error(capsys, check)
     path.unlink()
     assert "clip-00001.safetensors cannot be read" in error(capsys, check)
     (output / "index.json").write_text("{}")
-    assert "is no index of clips" in error(capsys, check)
-    assert "holds no index.json" in error(capsys, ["--check", str(videos)])
+    assert "is not an index of clips" in error(capsys, check)
+    assert "has no index.json" in error(capsys, ["--check", str(videos)])
 
 
 def test_values_that_a_dtype_cannot_hold_leave_nothing(models, videos, tmp_path, capsys):

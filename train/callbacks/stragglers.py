@@ -144,11 +144,11 @@ class Stragglers(Callback):
 def slowest(
     times: dict[str, list[float]], step_ms: float, calls_per_step: float
 ) -> tuple[int, float, str, bool]:
-    """Return the slowest rank, its relative delay and phase, and if it is MIN_BEHIND_MS behind.
+    """Return the slowest rank, its relative delay, its phase, and True if it is far behind.
 
     The delay is the rank's time minus the median. It is relative to the median if the phase is a
     layer's call, else to the whole step. The median of two ranks is the faster one's time. A rank
-    that is behind by ``MIN_BEHIND_MS`` in a step is preferred to ranks that are not.
+    is far behind if it loses ``MIN_BEHIND_MS`` per step; such ranks are preferred to others.
 
     Args:
         times: each phase's milliseconds as a list over ranks.

@@ -214,7 +214,7 @@ def _publish(draft: Draft, files: dict[str, tuple[int, str]]) -> None:
 
 
 def run_steps(steps: Steps) -> None:
-    """Take all steps at once. Collective."""
+    """Take all steps of a save, one right after the other. Collective."""
     with suppress(StopIteration):
         work = next(steps)
         while True:

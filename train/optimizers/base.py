@@ -35,7 +35,7 @@ class OptimizerSpec(ABC):
     free_settings: tuple[str, ...] = ()
     """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]
-    """Names, in torch and in checkpoints, of its float32 state tensors of a parameter's shape."""
+    """Names (in torch and checkpoints) of its float32 states, each with its parameter's shape."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
     whole_matrices: bool = False

@@ -1,1 +1,1 @@
-"""Linear attention over ranks: each rank passes its state on to the next."""
+"""Linear attention and delta rules over ranks, which exchange states instead of keys and values."""

@@ -93,7 +93,7 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
     ("flags", "message"),
     [
         (["nothing"], "nothing: cannot be read"),
-        ([WAN, "--frames", "80"], "frames is 80; the autoencoder takes 1 and then 4 at a time"),
+        ([WAN, "--frames", "80"], "frames is 80, but the autoencoder takes 1 frame and then 4"),
         (
             [WAN, "--gpus", "1"],
             "1 tried takes 271.4; use more GPUs, --lora RANK or a smaller clip",

@@ -103,7 +103,7 @@ class HunyuanVideo(Transformer):
         return [image, time, self._refined_text(tape, samples, tokens.whole_text)]
 
     def _refined_text(self, tape: Tape, samples: int, text_tokens: int) -> Symbol:
-        """Return the text tokens after the refiner, which embeds the time and their mean too."""
+        """Return the refined text tokens; the refiner also embeds the time and the tokens' mean."""
         hidden = self.hidden
         channels = self.config["text_embed_dim"]
         pooled = tape.input(samples, channels, is_tracked=False)

@@ -13,8 +13,8 @@ from planner.step_memory import Moments, weight_bytes
 from planner.step_shape import Arrangement, StepShape
 
 LOSS_COPIES = 6
-"""Number of float32 tensors like the prediction: latents, noise, target, prediction, 2 of the loss.
-"""
+"""Number of float32 tensors of the prediction's size: latents, noise, target, prediction, and two
+of the loss."""
 TABLES = 2
 """Number of float32 tables of rotary positions: cosine and sine."""
 

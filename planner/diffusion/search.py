@@ -24,7 +24,9 @@ from runtime.errors import UserError, divisors
 from runtime.progress import Progress
 
 ALONE = FullContextConfig(context_parallel_method="ring", context_parallel_layout="contiguous")
-"""Method for a single rank, on which all methods are the same; the options of others start from it.
+"""Method for a single rank, on which all methods are the same; also the base of other methods.
+
+Its layout suits them all, since tokens of clips stay in order.
 """
 MAX_STEPS = 1 << 12
 """Maximum number of tokens along frames, or along the height, of the clips to try."""

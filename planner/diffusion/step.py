@@ -7,7 +7,8 @@ them read and write, cross-attention to keys that every rank has, and the memory
 backward. Every rank computes the parts before the blocks for all tokens, and the prediction is
 gathered after the blocks.
 
-Encoders of text and pictures do not count, since their outputs are cached, nor does the optimizer.
+Not counted are the encoders of text and pictures, whose outputs are cached, and the time of the
+optimizer's step.
 """
 
 from dataclasses import dataclass

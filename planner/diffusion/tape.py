@@ -66,8 +66,7 @@ class Tape:
         return Symbol(rows, width, self.size, self.training.trains_all, storage)
 
     def linear(self, x: Symbol, width: int, name: str) -> Symbol:
-        """Return the output of a linear module, weight ``[width, x.width]`` and bias, and any adapter.
-        """
+        """Return a linear module's output plus its adapter's; the weight is [width, x.width]."""
         weights = (x.width + 1) * width
         self._count_weights(weights)
         flops = 2 * x.rows * x.width * width

@@ -52,7 +52,7 @@ MASKED_METHODS = (
     "allgather/balanced",
 )  # for packed documents and windows
 MIN_GAIN = 1.05
-"""Ratio of counted pairs up to which the share of the gain that is reached would be only noise."""
+"""Ratio of counted pairs above which ``gain_reached`` is computed; otherwise it is only noise."""
 ONE_RANK = "ring"  # any method would do: with one rank all are the same
 
 Target = tuple[str, str, float | None, float | None]
@@ -296,7 +296,7 @@ def table(result: dict[str, Any]) -> str:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Time the methods of attention, and print and write the figures."""
     parser = parser_for("python -m bench.attention", __doc__)
     add_sizes(parser, seq_length=8192, num_heads=8, kv_heads=None, head_dim=64)
     add_rounds(parser, 9, 150)

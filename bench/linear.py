@@ -264,7 +264,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Time the contestants at each length; print the rates, and write them and their plot."""
     parser = parser_for("python -m bench.linear", __doc__)
     add = parser.add_argument
     add_sizes(parser, num_heads=4, head_dim=32, batch=1)

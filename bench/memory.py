@@ -7,11 +7,11 @@ most counts. The prediction comes from ``planner.rehearsal``, which starts no pr
 memory beyond weights and optimizer at the end of the forward pass. `make cuda-stub` does the same
 for GPUs that this machine does not have.
 
-    # 21 kinds and meshes, of 1, 4 and 8 processes of gloo
+    # 21 models and meshes, on 1, 4 and 8 gloo processes
     python -m bench.memory
-    # a sequence of 8192, 4 layers of 256
+    # recomputation policies, on 8192 tokens and 4 layers of 256 channels
     python -m bench.memory --policies
-    # with offload too, in bfloat16
+    # also with offload, in bfloat16
     python -m bench.memory --policies --device cuda
     # flags after -- are added to every case
     python -m bench.memory --only dit -- --hidden-size 64
@@ -262,7 +262,7 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Compare predicted and measured memory for each case, and print the errors."""
     parser = parser_for("python -m bench.memory", __doc__)
     parser.add_argument(
         "--policies", action="store_true", help="measure recompute policies on a long sequence"

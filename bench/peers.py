@@ -172,7 +172,7 @@ def row(
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Format a row as one line."""
+    """Format the result of ``row`` as one line."""
     times = []
     for name, median_seconds in row["median"].items():
         low, _, high = row["quartiles"][name]
@@ -187,7 +187,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Time Longmesh and other packages in turns, and print and write the figures."""
     parser = parser_for("python -m bench.peers", __doc__)
     parser.add_argument("--only", choices=("attention", "training"), help="measure only this")
     parser.add_argument(

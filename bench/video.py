@@ -5,8 +5,8 @@
 
 `ulysses`: forward and backward of one clip by parallel.diffusers and by diffusers' own Ulysses, on
 the same ranks in turns; their gradients are compared before they are timed. `packed`: clips of
-three sizes packed into one sequence, one after the other, and each padded to the largest. The ranks
-share the cores of this machine, with one thread each.
+three sizes, either packed into one sequence, or run one after the other, or padded to the largest.
+The ranks share the cores of this machine, with one thread each.
 """
 
 import time
@@ -35,17 +35,17 @@ SHAPE: dict[str, Any] = {
     "ffn_dim": 1024,
     "num_layers": 4,
 }
-"""Settings of the Wan that is measured."""
+"""Configuration of the Wan model that is measured."""
 GRIDS = {"ulysses": [(5, 12, 20)], "packed": [(5, 12, 20), (2, 8, 12), (1, 12, 12)]}
-"""Frames, height and width of the clips, in tokens: 1,200; and 1,200, 192 and 144."""
+"""Frames, height and width of each clip, in tokens, keyed by kind."""
 TEXT_LEN = 32
 MAX_DIFFERENCE = 1e-4
-"""Largest difference of two gradients over the largest element, in float32."""
+"""Maximum difference of two float32 gradients, relative to the largest element."""
 Step = Callable[[], list[Tensor]]
 
 
 def clip_of(grid: tuple[int, int, int], batch: int = 1) -> dict[str, Tensor]:
-    """Return the inputs of clips with a grid of tokens."""
+    """Return the model's inputs for ``batch`` clips; ``grid`` is their size in tokens."""
     frames, height, width = grid
     generator = torch.Generator().manual_seed(frames * height * width)
     return {
@@ -61,7 +61,7 @@ def step_of(
     predict: Callable[[list[dict[str, Tensor]]], list[Tensor]],
     divisor: int,
 ) -> Step:
-    """Return a forward and backward that gives the gradients, summed over ranks and divided."""
+    """Return a step that computes gradients, summed over ranks and divided by ``divisor``."""
     parameters = list(model.parameters())
 
     def step() -> list[Tensor]:
@@ -98,7 +98,7 @@ def counting_ranks(size: int) -> Iterator[None]:
 
 
 def contestants_of(kind: str, size: int) -> dict[str, Step]:
-    """Return the steps of a row, all with the same weights."""
+    """Return the steps of a kind's contestants, keyed by name; all have the same weights."""
     from diffusers import ContextParallelConfig, WanTransformer3DModel
 
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def contestants_of(kind: str, size: int) -> dict[str, Step]:
 
 
 def measure(rank: int, size: int, kind: str, repeats: int, max_seconds: float) -> dict[str, Any]:
-    """Return the seconds of each contestant's steps, taken in turns, and their difference."""
+    """Time the contestants' steps in turns; compare the gradients of the first two."""
     torch.set_num_threads(1)
     steps = contestants_of(kind, size)
     first, second, *_ = (step() for step in steps.values())
@@ -152,7 +152,7 @@ def measure(rank: int, size: int, kind: str, repeats: int, max_seconds: float) -
 
 
 def line_of(kind: str, ranks: int, result: Mapping[str, Any]) -> str:
-    """Format a row as one line."""
+    """Format the result of a kind on ``ranks`` ranks as one line."""
     times = []
     for name, seconds in result["seconds"].items():
         times.append(f"{name} {median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")
@@ -165,7 +165,7 @@ def line_of(kind: str, ranks: int, result: Mapping[str, Any]) -> str:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Time the contestants of each kind, and check that their gradients agree."""
     parser = parser_for("python -m bench.video", __doc__)
     parser.add_argument("--only", choices=[*GRIDS], help="measure only this")
     parser.add_argument(
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
                 result = run_ranks(measure, ranks, kind, args.repeats, args.max_seconds)[0]
             print(line_of(kind, ranks, result), flush=True)
             if not result["difference"] <= MAX_DIFFERENCE:
-                raise MeasureError("the contestants do not compute the same gradients")
+                raise MeasureError("the gradients of the first two contestants differ too much")
 
 
 if __name__ == "__main__":

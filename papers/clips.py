@@ -3,9 +3,9 @@
 python -m papers.clips
 
 The predictions are for the blocks of diffusers, which torch runs operator by operator, as
-parallel.diffusers does. Other programs ran the published steps, some with kernels that join
-operators, so that they keep and move less. Their results are not in this file: the predictions were
-written down first (docs/concepts/predictions.md).
+parallel.diffusers does. Other programs ran the published steps, some with fused kernels, which keep
+and move fewer bytes. Their results are not in this file: the predictions were written down first
+(docs/concepts/predictions.md).
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from runtime.progress import duration
 from tools.common.arguments import parser_for, run_command
 
 WAN_CLIP = Clip(frames=93, height=480, width=832)
-"""24 x 30 x 52 = 37,440 tokens."""
+"""Clip of 24 x 30 x 52 = 37,440 tokens."""
 BLOCKS_OF_14B = 40
 BLOCKS_OF_1B = 30
 CLIPS_OF_1B = {
@@ -32,7 +32,7 @@ CLIPS_OF_1B = {
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration: what was published of it, and what is assumed besides."""
+    """A configuration, with its published settings, and those that had to be assumed, in words."""
 
     name: str
     published: str
@@ -45,13 +45,13 @@ class Row:
     """False if only the memory is of interest."""
 
     def prediction(self) -> ClipPrediction:
-        """Return the prediction."""
+        """Predict the time and memory of a step."""
         model, _ = load_transformer(self.model)
         return predict_clip(model, self.clip, self.run, load_cluster(self.cluster))
 
 
 def full(name: SoftmaxMethodName) -> FullContextConfig:
-    """Return a method in the layout of full attention."""
+    """Return the configuration of a method for full attention, in the contiguous layout."""
     return FullContextConfig(context_parallel_method=name, context_parallel_layout="contiguous")
 
 
@@ -92,7 +92,7 @@ def rows_of_14b() -> Iterator[Row]:
 
 
 def rows_of_1b() -> Iterator[Row]:
-    """Yield the steps of Wan 2.1 1.3B in float32, of which the memory is of interest."""
+    """Yield the steps of Wan 2.1 1.3B in float32; only their memory is of interest."""
     for tokens, clip in CLIPS_OF_1B.items():
         for context in (1, 2, 4):
             for recomputed, words in ((0, "nothing recomputed"), (BLOCKS_OF_1B, "all recomputed")):
@@ -115,7 +115,7 @@ def rows_of_1b() -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """Yield all configurations."""
+    """Yield the configurations of all rows."""
     yield from rows_of_14b()
     yield from rows_of_1b()
     yield Row(
@@ -136,7 +136,7 @@ def rows() -> Iterator[Row]:
 
 
 def lines_of(row: Row) -> Iterator[str]:
-    """Yield the cells of a row of the table."""
+    """Yield the cells of a row of the table, in the order of the columns in ``main``."""
     prediction = row.prediction()
     yield row.name
     yield row.published
@@ -163,7 +163,7 @@ def lines_of(row: Row) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the table."""
+    """Print a table of all configurations with their predictions."""
     parser_for("python -m papers.clips", __doc__).parse_args()
     heads = (
         "row",

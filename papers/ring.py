@@ -179,7 +179,7 @@ def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
 
 
 def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
-    """Return the largest power of two of tokens that fits, as ``needed`` says; 0 below 1,024."""
+    """Return the largest number of tokens that fits: a power of two from 1,024 on, or 0."""
     tokens = 0
     while needed(model(size), way, devices, max(K, 2 * tokens)) <= memory_gb * 1e9:
         tokens = max(K, 2 * tokens)

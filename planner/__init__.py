@@ -11,8 +11,8 @@ and keys, its rounds and the bytes to each peer come from the plan that training
 assumed: they come from a cluster file. Ranks wait for each other in every round and collective, so
 the slowest rank or the busiest link decides how long each takes, and not the mean.
 
-Diffusion transformers of diffusers are read from their config.json: a forward in symbols describes
-each class (planner/diffusion).
+Diffusion transformers of diffusers are read from their config.json. Each class is described by its
+forward pass on symbols, which are tensors without elements (planner/diffusion).
 
 The search needs only the order of the arrangements, and an error that all of them share does not
 change it.

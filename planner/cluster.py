@@ -30,7 +30,7 @@ OPTIONAL = (
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
 """Names of kernels, keyed by the key of their rate in a cluster file, such as cudnn_fraction."""
 DELTA = 1 / 6
-"""Default rate of a delta rule relative to attention's: the ratio to cuDNN measured on an H200."""
+"""Default rate of a delta rule relative to attention's: its ratio to cuDNN published for H200."""
 
 
 class ClusterError(UserError):
@@ -98,11 +98,12 @@ class Cluster:
     masked_share: float = 0.0
     """Share of a causal tile's masked pairs that the kernel computes although they are masked."""
     posted_overlap: float = 1.0
-    """Share of the shorter of two times that overlaps: computing, and a transfer posted before it.
+    """Overlap of computing with a transfer that was posted before it, as a share of the shorter of
+    the two times.
     """
     shared_overlap: float = 0.0
-    """Overlap of a transfer that a rank waits for with the computing of other ranks on the same
-    processor; 0 if ranks do not share processors.
+    """Overlap of transfers that a rank waits for with the computing of other ranks on the same
+    processor, as a share of the shorter of the two times; 0 if ranks do not share processors.
     """
     host_gb_per_s: float = 0.0
     """Bandwidth of one processor's copies to host memory and back; 0 if unknown, in which case
@@ -132,7 +133,7 @@ class Cluster:
         if self.attention_kernel not in ("", *RATED):
             names = ", ".join(("", *sorted(RATED)))
             raise ClusterError(
-                f"attention_kernel is {self.attention_kernel!r}; it must be one of {names}"
+                f"attention_kernel is {self.attention_kernel!r}; it must be one of ''{names}"
             )
         if self.host_gb_per_s and not self.host_memory_gb:
             raise ClusterError(

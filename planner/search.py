@@ -96,7 +96,7 @@ class MemoryEstimate(NamedTuple):
 def weigh(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> MemoryEstimate:
-    """Count the memory of a validated configuration, with method ``none`` only if cp is 1.
+    """Count the memory of a validated configuration; its method is ``none`` only if cp is 1.
 
     ``documents`` are the cumulative document lengths of a typical micro-batch, if tokens attend
     only within documents.
@@ -118,7 +118,7 @@ def predicted(
 def cost_inputs(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> tuple[StepShape, Plan, Arrangement]:
-    """Return the configuration in the cost model's numbers.
+    """Convert a configuration to the inputs of the cost model.
 
     They are the work of the model, the attention's plan over cp, and the division over ranks.
     """

@@ -103,7 +103,7 @@ def step_seconds(
 def seconds_of_layers(
     layer: LayerSeconds, work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
 ) -> dict[str, float]:
-    """Return the seconds of a step by cause, for a layer's seconds; see ``step_seconds``."""
+    """Return the seconds of a step, keyed by cause, from those of a layer; see ``step_seconds``."""
     tp = arrangement.tp
     layers = arrangement.stage_layers(work)
     tokens = work.tokens(plan)

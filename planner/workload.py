@@ -117,7 +117,7 @@ def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster)
 
 @lru_cache
 def _language(model: DecoderConfig) -> dict[str, Any]:
-    """Return a language model's numbers; weights are counted on the meta device."""
+    """Return a language model's fields of ``StepShape``; weights are counted on the meta device."""
     windows = [window for window in map(model.window, range(model.num_layers)) if window]
     with _NoInitialization():
         # DeltaCost counts the delta rule's own matmuls, chunk by chunk.
@@ -168,7 +168,7 @@ class _NoInitialization(TorchFunctionMode):
 
 @lru_cache
 def _diffusion(model: DiTConfig) -> dict[str, Any]:
-    """Return a diffusion transformer's numbers; a patch's prediction counts as its logits."""
+    """Return a DiT's fields of ``StepShape``; a patch's prediction counts as its logits."""
     attention = 2 * model.num_layers * model.num_patches * model.hidden_size
     modulation = 6 * model.num_layers * model.hidden_size**2  # makes shifts, scales and gates
     return {

@@ -34,7 +34,7 @@ HINTS: dict[str, str] = tomllib.loads((HERE / "hints.toml").read_text(encoding="
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the job's flags; the run's flags follow the name of its entry."""
+    """Define the job's flags; the run's flags follow the name of its entry script."""
     parser = parser_for("python -m slurm.submit", __doc__)
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group(required=True).add_argument

@@ -334,7 +334,7 @@ def size(text: str) -> int:
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Convert a Hugging Face folder to a run, or a run to such a folder."""
     args = _parse(argv)
     if args.command == "export":
         text = export_model(

@@ -109,7 +109,7 @@ class LossByPosition(NextToken):
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
+    """Evaluate a run on long documents, and write its perplexity by position."""
     args = _parse(argv)
     length = args.seq_length
     run = open_run(args.run, args.ckpt_step)

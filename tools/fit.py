@@ -32,7 +32,7 @@ MAX_PROCESSES = 8
 def parsed(arguments: Sequence[str]) -> CommonConfig:
     """Parse flags of pretrain_gpt.py or pretrain_dit.py; the configuration's file decides which.
 
-    Raises UserError.
+    Raises UserError if a flag, or the configuration's file, is invalid.
     """
     try:
         return language.parse_args(arguments)

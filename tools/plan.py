@@ -77,7 +77,7 @@ It is approximate: a batch has whole sequences, and at least one.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the planner's own flags."""
+    """Define the planner's own flags; ``prepare`` parses those of the run."""
     parser = parser_for("python -m tools.plan", __doc__)
     add = parser.add_argument
     add("--world-size", type=int, metavar="N", help="number of processes to plan for")

@@ -6,8 +6,8 @@ python -m tools.plan_clip models/Wan2.2-TI2V-5B --frames 121 --height 704 --widt
 python -m tools.plan_clip flux_dev --height 1024 --width 1024 --gpus 8 --context 2 --method ulysses
 
 The first argument is a transformer's config.json, its folder or its pipeline's, or a name of
-configs/diffusers. All ways to train are predicted: how many ranks share a clip, by which method of
-parallel.diffusers, with gradient checkpointing or without. Text and latents are encoded before.
+configs/diffusers. Every number of ranks that share a clip and every method of parallel.diffusers is
+predicted, with and without gradient checkpointing. Clips and texts are encoded before training.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels.backends import RATED
@@ -49,7 +49,7 @@ from train.run import exit_status
 
 DEFAULT_FRAMES = 81
 SIZES = {"bfloat16": 2, "float32": 4}
-"""Bytes of an element of the dtypes."""
+"""Bytes per element, keyed by dtype."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,16 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_for("python -m tools.plan_clip", __doc__)
     add = parser.add_argument
     add("model", help="a config.json or its folder, or a name of configs/diffusers")
-    add("--frames", type=int, help=f"(default: {DEFAULT_FRAMES}, or 1 for models of pictures)")
+    add("--frames", type=int, help=f"of a clip (default: {DEFAULT_FRAMES}, or 1 for pictures)")
     add("--height", type=int, default=480, help="pixels (default: %(default)s)")
     add("--width", type=int, default=832, help="pixels (default: %(default)s)")
-    add("--text-tokens", type=int, metavar="N", help="(default: as the model's pipeline makes)")
+    add("--text-tokens", type=int, metavar="N", help="(default: as many as the pipeline makes)")
     add(
         "--vae",
         type=int,
         nargs=3,
         metavar=("T", "H", "W"),
-        help="pixels of a latent along frames, height and width (default: the published model's)",
+        help="pixels per latent along frames, height and width (default: the published model's)",
     )
     add(
         "--time-per-token",
@@ -75,9 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--gpus", type=int, default=8, help="(default: %(default)s)")
     add("--cluster", default="h100", help="a file, or a name such as h200 (default: %(default)s)")
-    add("--batch", type=int, metavar="N", help="clips of a step on all GPUs (default: as GPUs)")
-    add("--micro-batch", type=int, default=1, metavar="N", help="clips at once (default: 1)")
-    add("--context", type=int, metavar="N", help="GPUs that share a clip (default: all numbers)")
+    add("--batch", type=int, metavar="N", help="clips per step on all GPUs (default: one a GPU)")
+    add("--micro-batch", type=int, default=1, metavar="N", help="clips a micro-batch (default: 1)")
+    add("--context", type=int, metavar="N", help="GPUs that share a clip (default: try all)")
     add("--method", default="auto", help="auto, or one of " + ", ".join(full_methods()))
     add("--lora", type=int, metavar="RANK", help="train adapters (default: all weights)")
     add(
@@ -89,11 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sharding = parser.add_mutually_exclusive_group().add_argument
     sharding("--fsdp", action="store_true", help="shard weights over all GPUs (the default)")
-    sharding("--ddp", action="store_true", help="whole weights on every GPU")
+    sharding("--ddp", action="store_true", help="keep whole weights on every GPU")
     add("--checkpointing", choices=("auto", "full", "none"), default="auto")
     add("--dtype", choices=tuple(SIZES), default="bfloat16", help="(default: %(default)s)")
-    add("--fits", action="store_true", help="the largest clip that fits")
-    add("--top", type=int, default=10, metavar="N", help="rows (default: %(default)s)")
+    add("--fits", action="store_true", help="print the largest clip that fits")
+    add("--top", type=int, default=10, metavar="N", help="rows to show (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
@@ -112,7 +112,7 @@ def base_run(args: argparse.Namespace) -> ClipRun:
 
 
 def choices_of(args: argparse.Namespace, model: Transformer) -> Choices:
-    """Return what the search varies. Raises UserError: values that do not fit."""
+    """Return the values to try. Raises UserError if a flag does not suit the GPUs or the model."""
     contexts = contexts_of(args.gpus)
     if args.context is not None:
         if args.context not in contexts:
@@ -135,7 +135,7 @@ def choices_of(args: argparse.Namespace, model: Transformer) -> Choices:
 
 
 def plan(argv: list[str]) -> None:
-    """Predict, rank and print."""
+    """Rank the ways to train a model on clips, or find the largest clip; print the result."""
     args = build_parser().parse_args(argv)
     at_least(args, 1, "gpus", "batch", "micro_batch", "context", "lora", "top")
     model, file = load_transformer(args.model)
@@ -150,7 +150,7 @@ def plan(argv: list[str]) -> None:
     )
     if clip.has_time_per_token and model.joint:
         raise UserError(
-            f"time_per_token is set, but {model.config_class} has one time a sample; leave it out"
+            f"time_per_token is set, but {model.config_class} has one time per sample; leave it out"
         )
     cluster = load_cluster(args.cluster)
     run = base_run(args)
@@ -182,14 +182,14 @@ def nothing_fits(ranking: ClipRanking, cluster: Cluster, run: ClipRun, choices: 
     if not max(choices.recomputed):
         remedies.append("--checkpointing full")
     return (
-        f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
+        f"memory_gb of {cluster.name} is {cluster.memory_gb:g}, but the smallest of "
         f"{len(ranking.over_memory)} tried takes {min(ranking.over_memory) / 1e9:.1f}; use "
         f"{', '.join(remedies)} or a smaller clip (--fits says which)"
     )
 
 
 def entry(candidate: ClipCandidate) -> dict[str, Any]:
-    """Return the row as --json writes it."""
+    """Return a candidate as --json writes it."""
     run, prediction = candidate
     return {
         "run": asdict(run),
@@ -207,11 +207,11 @@ def entry(candidate: ClipCandidate) -> dict[str, Any]:
 
 
 def headline(model: Transformer, clip: Clip, run: ClipRun, name: str, cluster: Cluster) -> str:
-    """Describe GPUs, clip and model."""
+    """Return a plan's heading: the GPUs, the clip with its tokens, and the model."""
     grid = " x ".join(map(str, clip.grid(model)))
     text = f"{clip.text_tokens(model):,} of text that every GPU has"
     if model.joint:
-        text = f"with {clip.text_tokens(model):,} of text {clip.attended_tokens(model):,}"
+        text = f"with {clip.text_tokens(model):,} of text: {clip.attended_tokens(model):,}"
     shape = f"clips of {clip.frames} x {clip.height} x {clip.width}"
     if model.makes_pictures:
         shape = f"pictures of {clip.height} x {clip.width}"
@@ -251,7 +251,7 @@ def answer(
         table(shown, cluster),
         *equal_to_first([candidate.prediction.time for candidate in shown]),
         f"row 1: {', '.join(spent)}",
-        f"       its forwards {duration(prediction.forward)}; of linear, norms, gates and casts "
+        f"       forwards take {duration(prediction.forward)}; norms, gates and casts take "
         f"{duration(prediction.pointwise)}",
         bars(prediction.memory, 0.0, cluster, owner),
         f"in the training script: cp = {call_of(run)}",
@@ -260,7 +260,7 @@ def answer(
 
 
 def discarded(ranking: ClipRanking, cluster: Cluster, top: int) -> list[str]:
-    """Describe the numbers of candidates and of discarded ones, with the reasons."""
+    """Return lines on the candidates, and on the number discarded for each reason."""
     count = len(ranking.candidates)
     shown = f", of which the best {top} are shown (--top)" if top < count else ""
     lines = [
@@ -272,8 +272,8 @@ def discarded(ranking: ClipRanking, cluster: Cluster, top: int) -> list[str]:
         lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
     if ranking.over_memory:
         lines.append(
-            f"  too large {len(ranking.over_memory)}: {cluster.memory_gb:g} GB, and these take "
-            f"{min(ranking.over_memory) / 1e9:.1f} or more"
+            f"  too large {len(ranking.over_memory)}: memory is {cluster.memory_gb:g} GB, but "
+            f"these take {min(ranking.over_memory) / 1e9:.1f} or more"
         )
     return lines
 
@@ -304,7 +304,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def _gigabytes(row: ClipCandidate, index: int) -> str:
-    """Return a cause of the memory: weights, activations, or the running block."""
+    """Return the GB of a cause: 0 for weights, 1 for activations, 2 for the running block."""
     return f"{list(row.prediction.memory.values())[index] / 1e9:.1f}"
 
 
@@ -331,12 +331,12 @@ def call_of(run: ClipRun) -> str:
 def sources(run: ClipRun, cluster: Cluster) -> list[str]:
     """Describe the sources of the numbers."""
     kernel = RATED[cluster.attention_kernel].title if cluster.attention_kernel else "attention"
-    dtype = "" if run.element_size == 2 else "; float32 has lower rates than these of bfloat16"
+    dtype = "" if run.element_size == 2 else "; these are rates of bfloat16, float32 is slower"
     return [
         "where this comes from:",
-        f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
+        f"  time: matmuls at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
         f"{kernel} at {cluster.attention_fraction:.0%}, the rest at the memory's rate{dtype}",
-        "  memory: counted from the class's forward, allocator's reserve left out",
+        "  memory: counted from the class's forward, without the allocator's reserve",
         "  no run on a GPU has been compared with it yet (docs/concepts/predictions.md)",
     ]
 
@@ -350,7 +350,7 @@ def print_largest(
     cluster: Cluster,
     choices: Choices,
 ) -> None:
-    """Print the longest clip of this size and the largest of these frames, by GPUs a clip."""
+    """Print the clips of ``largest_clips``, with a row for each number of GPUs per clip."""
     largest = largest_clips(model, clip, run, cluster, choices)
     lines = [["GPUs a clip", *_heads(model, clip)]]
     entries = []
@@ -372,7 +372,7 @@ def print_largest(
     trained = "all weights" if run.lora_rank is None else f"adapters of {run.lora_rank}"
     print(f"{name}, {counted(run.gpus, 'GPU')} of {cluster.name}: {trained}, {settings}")
     print("\n".join(aligned(lines, ())))
-    print(f"of {cluster.memory_gb:g} GB a tenth is left to the allocator")
+    print(f"a tenth of the {cluster.memory_gb:g} GB is left to the allocator")
 
 
 def _heads(model: Transformer, clip: Clip) -> list[str]:

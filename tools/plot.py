@@ -200,7 +200,7 @@ def _draw_curves(
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Draw layouts or the losses of runs, and save the picture."""
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layout_help = "the rank of each token, and each round's tiles"

@@ -8,7 +8,7 @@ transformers, such as those of Wan-AI/Wan2.1-T2V-14B-Diffusers.
     python -m tools.prepare_clips --videos videos --output clips --vae WAN/vae \\
         --text-encoder WAN/text_encoder --tokenizer WAN/tokenizer \\
         --frames 81 --height 480 --width 832 --fps 16
-    python -m tools.prepare_clips --check clips   # reads all of it, before a long run would
+    python -m tools.prepare_clips --check clips   # reads all values, before a long run does
 
 Then: docs/examples/finetune_clip.py
 """
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: the packages lie one folder up
+if not __package__:  # run as a script: the packages are one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.clips.sources import Source, list_sources
@@ -33,7 +33,7 @@ FOLDERS = ("output", "vae", "text_encoder", "tokenizer")
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Prepare a folder of clips, or check one, and print its sizes."""
     args = _parse(argv)
     if args.check is None:
         _prepare(args)
@@ -59,12 +59,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source("--check", type=Path, metavar="DIR", help="read all values of a folder of clips")
     add("--output", type=Path, metavar="DIR", help="folder to write")
     add("--vae", type=Path, metavar="DIR", help="local folder of an AutoencoderKLWan")
-    add("--text-encoder", type=Path, metavar="DIR", help="of a UMT5EncoderModel or T5EncoderModel")
-    add("--tokenizer", type=Path, metavar="DIR", help="of the text encoder's tokenizer")
-    add("--frames", type=positive, default=81, metavar="N", help="of a clip: 1, 5, 9 and so on")
-    add("--height", type=positive, default=480, metavar="N", help="of the clips, in pixels")
-    add("--width", type=positive, default=832, metavar="N", help="of the clips, in pixels")
-    add("--fps", type=at_least(0.1), default=16.0, metavar="F", help="frames taken a second")
+    add(
+        "--text-encoder",
+        type=Path,
+        metavar="DIR",
+        help="local folder of a UMT5EncoderModel or T5EncoderModel",
+    )
+    add("--tokenizer", type=Path, metavar="DIR", help="folder of the encoder's tokenizer")
+    add("--frames", type=positive, default=81, metavar="N", help="per clip: 1, 5, 9 and so on")
+    add("--height", type=positive, default=480, metavar="N", help="of each clip, in pixels")
+    add("--width", type=positive, default=832, metavar="N", help="of each clip, in pixels")
+    add("--fps", type=at_least(0.1), default=16.0, metavar="F", help="frames to take per second")
     add(
         "--max-text-tokens",
         type=positive,
@@ -76,7 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=["float32", "float16", "bfloat16"],
         default="float32",
-        help="of the tensors in the files",
+        help="dtype of the tensors in the files",
     )
     add("--skip-short", action="store_true", help="leave out videos with too few frames")
     args = parser.parse_args(argv)
@@ -135,14 +140,14 @@ def _long_enough(
 ) -> list[Source]:
     """Return the videos that have enough frames.
 
-    Raises DataError: a video has too few, and they are not to be left out; all have; one cannot be
-        read.
+    Raises DataError if a video has too few and --skip-short is not set, if all have too few, or if
+    one cannot be read.
     """
     counts = {}
     with Progress() as progress:
         for source in sources:
             counts[source.name] = reader.count(source.path)
-            progress(f"{args.videos}: {len(counts)} of {len(sources)} videos looked at")
+            progress(f"{args.videos}: {len(counts)} of {len(sources)} videos checked")
 
     short = [f"{name} ({count})" for name, count in counts.items() if count < args.frames]
     if not short:
@@ -157,7 +162,7 @@ def _long_enough(
             "to leave them out"
         )
     if len(short) == len(sources):
-        raise DataError(f"{message}, so no video is left: {first_few(short)}")
+        raise DataError(f"{message}, so no video is left: {first_few(short)}; give fewer --frames")
     _note(f"{message} and were left out: {', '.join(short)}")
     return [source for source in sources if counts[source.name] == args.frames]
 

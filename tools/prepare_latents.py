@@ -34,7 +34,7 @@ from tools.common.arguments import one_line_errors, parser_for, positive, run_co
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Write a folder of latents, or check one, and print the flags to train on it."""
     args = _parse(argv)
     if args.check is not None:
         folder = LatentFolder(args.check)

@@ -162,7 +162,7 @@ class Session:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
+    """Open a run, and continue the prompts or answer questions with its model."""
     args = _parse(argv)
     Draw(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     run = open_run(args.load, args.ckpt_step)

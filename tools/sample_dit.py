@@ -46,7 +46,7 @@ DEFAULT_CLASSES = 10
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
+    """Open a run, and draw pictures of the requested classes."""
     args = _parse(argv)
     config = fitted(config_of(args.load), launched_world_size())
     classes = _classes(args, config.model.num_classes)

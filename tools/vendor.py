@@ -298,7 +298,7 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Write the package or, with --package, a project and its wheel."""
     parser = parser_for("python -m tools.vendor", __doc__)
     parser.add_argument(
         "destination",

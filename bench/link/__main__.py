@@ -1,10 +1,10 @@
 """Measure training over a slow link between two emulated nodes: every context-parallel method.
 
-The nodes are network namespaces of 4 ranks each. A link of 100 Mbit/s joins them, shared by all
-ranks of a node, or, as rails, each rank has a link of 100 Mbit/s. A tiny GPT, a tiny LLaMA (grouped
-queries) and a tiny TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on the
-standard library's sources by pretrain_gpt.py, each configuration first without the limit and then
-with it.
+The nodes are network namespaces of 4 ranks each. They are joined by one link of 100 Mbit/s, which
+all ranks of a node share, or by rails, a link of 100 Mbit/s for each rank. A tiny GPT, a tiny LLaMA
+(grouped queries) and a tiny TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on
+the standard library's sources with pretrain_gpt.py, each configuration first without the limit and
+then with it.
 
 "Attention by the plan" is the part of the crossed bytes that the plans predict; the rest is
 gradients, headers and other collectives. Needs Linux, iproute2 and root (or `unshare --user
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
+    """Define the command line of ``python -m bench.link``."""
     parser = parser_for("python -m bench.link", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
@@ -155,7 +155,7 @@ def markdown(result: Row) -> list[str]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Time training over the emulated links, and print and write a report."""
     args = build_parser().parse_args(argv)
     run_bench(args, "link", "Training over a slow link", measure, markdown)
 

@@ -87,7 +87,7 @@ def attend(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line's parser."""
+    """Define the command line of ``python -m bench.link.attention``."""
     parser = parser_for("python -m bench.link.attention", __doc__)
     add = parser.add_argument
     add("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), help="default: all")
@@ -151,7 +151,7 @@ def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int
 
 
 def work_of(case: str, **shape: int) -> MaskedShape:
-    """Return the attention of a case, with sizes from the command line."""
+    """Return the attention shape of a case, with sizes from the command line."""
     fields: dict[str, Any] = {**shape, **CASES[case]}
     heads_per_kv_head = fields.pop("grouped", 1)
     return MaskedShape(kv_heads=shape["num_heads"] // heads_per_kv_head, **fields)
@@ -211,7 +211,7 @@ def markdown(result: dict[str, Any]) -> list[str]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
+    """Time attention over the emulated link, and print and write a report."""
     title = "The attention alone over a slow link"
     ranks.run_bench(build_parser().parse_args(argv), "link-attention", title, measure, markdown)
 

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
-from parallel.diffusers import flow_matching, shard, uniform  # or of the installed package
+from parallel.diffusers import flow_matching, shard, uniform  # or from the installed package
 
 parser = ArgumentParser(description=__doc__)
 for name in ("wan", "clips", "output", "--resume"):  # --resume OUTPUT/step-100

@@ -311,7 +311,8 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     groups = _deal(episodes, chains)
     if not groups:
         raise DataError(
-            f"trajectories is {chains.trajectories}, but no task has as many episodes; give fewer"
+            f"trajectories is {chains.trajectories}, but no task has as many episodes; give a "
+            "smaller --trajectories"
         )
 
     encoded = [codec.chain(attempts) for attempts in groups]

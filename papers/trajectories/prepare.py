@@ -23,7 +23,7 @@ from tools.common.arguments import at_least, one_line_errors, parser_for, positi
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command."""
+    """Define the command line of ``python -m papers.trajectories.prepare``."""
     parser = parser_for("python -m papers.trajectories.prepare", __doc__)
     add = parser.add_argument
     add(

@@ -1,4 +1,4 @@
-"""Sums of a recorded forward, and the memory of its backward: saved tensors and gradients."""
+"""Totals of a recorded forward, and the memory of its backward: saved tensors and gradients."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from planner.diffusion.tape import Tape
 
 @dataclass(frozen=True)
 class Trace:
-    """Sums of a forward, and the memory that its backward needs."""
+    """Totals of a forward (weights, FLOPs and bytes), and the memory that its backward needs."""
 
     parameters: int
     trained: int
@@ -22,17 +22,17 @@ class Trace:
     moved: int
     """Bytes that operators between the products read and write, forward."""
     inputs: int
-    """Bytes of the inputs that are this part's alone, which checkpointing keeps."""
+    """Bytes of the inputs that only this part of the model has; checkpointing keeps them."""
     shared: int
     """Bytes of the inputs that all blocks share."""
     saved: int
     """Bytes that autograd keeps for the backward."""
     peak: int
-    """Bytes at the peak of the backward, or of the forward if it is computed again."""
+    """Bytes at the peak of the backward or, if larger, of the forward repeated by checkpointing."""
 
 
 def trace(training: Training, samples: int, forward: Callable[[Tape], Sequence[Symbol]]) -> Trace:
-    """Record a forward, which returns its outputs."""
+    """Run ``forward``, which returns its outputs, on a new tape; return the totals of the tape."""
     tape = Tape(training, samples)
     outputs = forward(tape)
     inputs = 0
@@ -65,11 +65,11 @@ def saved_bytes(operations: Iterable[Operation]) -> int:
 
 
 def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
-    """Return the most bytes at once while a checkpointed forward runs again.
+    """Return the peak bytes while checkpointing repeats a forward.
 
-    A tensor lives until the last operator that reads it has run, or until the forward ends if a
-    variable holds it; those saved for the backward stay. The outputs' gradient waits. Checkpointing
-    stops when all tensors that the backward needs are there.
+    A tensor is freed after the last operator that reads it or, if a variable holds it, when the
+    forward ends. Tensors saved for the backward stay. The gradients of the outputs exist already.
+    The repetition stops once all tensors that the backward needs are saved.
     """
     # The last operator that reads each storage, and the last that saves anything.
     num_operations = 0
@@ -99,11 +99,11 @@ def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
 
 
 def backward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
-    """Return the most bytes at once of inputs, saved storages and gradients in a backward.
+    """Return the peak bytes of a backward: its inputs, saved storages and gradients.
 
     Operators run in reverse. Each allocates the gradients of its inputs, then frees what it saved
     and the gradient of its output. The gradients of a symbol that several operators read are summed
-    in place. Those of weights stay.
+    in place. Gradients of weights stay.
     """
     memory = _Backward(tape)
     for symbol in outputs:
@@ -129,7 +129,7 @@ class _Backward:
                 self._retain(storage)
 
     def add_gradient(self, symbol: Symbol) -> None:
-        """Begin with the gradient of an output."""
+        """Add the gradient of an output, with which the backward begins."""
         storage = Storage(symbol.bytes)
         self._retain(storage)
         self._accumulate(symbol, storage)
@@ -137,11 +137,11 @@ class _Backward:
     def run(self, operation: Operation) -> None:
         """Run the backward of an operator."""
         gradient = self._gradients.pop(operation.output, None)
-        if gradient is None:  # nothing that was returned depends on it
+        if gradient is None:  # no output of the forward depends on it
             gradient = Storage(0)
             self._retain(gradient)
 
-        # Gradients of the inputs, which are new or the output's own.
+        # The gradient of an input is a new storage, or shares that of the output's gradient.
         new_gradients = []
         for symbol in operation.inputs:
             if not symbol.is_tracked:
@@ -154,7 +154,7 @@ class _Backward:
         self._alive += operation.weight_gradient
         self.peak = max(self.peak, self._alive + operation.temporary)
 
-        # The output's gradient and the saved tensors are not needed any more.
+        # The output's gradient and the saved tensors are no longer needed.
         for symbol, storage in new_gradients:
             self._accumulate(symbol, storage)
         self._release(gradient)

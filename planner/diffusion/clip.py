@@ -1,4 +1,4 @@
-"""A model read from diffusers' ``config.json``, a clip, and the tokens that it makes."""
+"""Read a model from diffusers' ``config.json``, describe a clip, and count its tokens."""
 
 import json
 from dataclasses import dataclass
@@ -14,31 +14,32 @@ from planner.diffusion.wan import Wan
 from runtime.errors import UserError
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "diffusers"
-"""Configurations of published models, with the keys of their ``config.json``."""
+"""Folder of published models' configurations, with the keys of their ``config.json``."""
 CLASSES: dict[str, type[Transformer]] = {
     "WanTransformer3DModel": Wan,
     "HunyuanVideoTransformer3DModel": HunyuanVideo,
     "HunyuanVideo15Transformer3DModel": HunyuanVideo15,
     "FluxTransformer2DModel": Flux,
 }
-"""Described classes by their names in diffusers."""
+"""Classes that the planner describes, keyed by their names in diffusers."""
 
 
 MAY_BE_0 = ("num_single_layers", "num_refiner_layers")
-"""Keys whose number may be 0."""
+"""Keys of a configuration whose value may be 0."""
 
 
 class ClipError(UserError):
-    """A clip that the model cannot take; the message names the size and the nearest ones."""
+    """A clip that the model cannot take; the message names the size and the nearest valid ones."""
 
 
 def load_transformer(path: str) -> tuple[Transformer, Path]:
-    """Read a model, and return its file too.
+    """Read a model; return it and its file.
 
     Args:
         path: a ``config.json``, its folder, a pipeline's folder, or a name in configs/diffusers.
 
-    Raises ModelError: the file cannot be read; the class is not described here; an unknown key.
+    Raises ModelError if the file cannot be read, the planner does not describe the class, or a key
+    is unknown or has a wrong value.
     """
     file = _file(path)
     try:
@@ -52,7 +53,7 @@ def load_transformer(path: str) -> tuple[Transformer, Path]:
     except ValueError as error:
         raise ModelError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(entries, dict):
-        raise ModelError(f"{file}: no object of keys and values; name a transformer's config.json")
+        raise ModelError(f"{file}: not a JSON object; name a transformer's config.json")
     try:
         return transformer_of(entries), file
     except ModelError as error:
@@ -72,22 +73,22 @@ def _file(path: str) -> Path:
 
 
 def transformer_of(entries: dict[str, Any]) -> Transformer:
-    """Return the model of a configuration's entries. Raises ModelError."""
+    """Return the model of a configuration. Raises ModelError as ``load_transformer`` does."""
     name = entries.get("_class_name")
     if name not in CLASSES:
         raise ModelError(
-            f"_class_name is {name!r}; the planner knows {', '.join(CLASSES)} (a pipeline's "
-            "transformer has its config.json in the folder transformer)"
+            f"_class_name is {name!r}; the planner knows only {', '.join(CLASSES)}; "
+            "name the config.json of one (in a pipeline's folder, transformer/config.json)"
         )
     kind = CLASSES[name]
     config = {"_class_name": name, **kind.defaults}
     for key, value in entries.items():
-        if key.startswith("_"):  # of the file, such as _diffusers_version
+        if key.startswith("_"):  # about the file, such as _diffusers_version
             continue
         if key not in config:
             raise ModelError(
-                f"unknown key {key} (value {value!r}) of {name}: it may change the computation, "
-                f"and the planner knows {', '.join(kind.defaults)}; remove it if it does not"
+                f"unknown key {key} (value {value!r}) of {name}; if it does not change "
+                f"the computation, remove it (the planner knows {', '.join(kind.defaults)})"
             )
         _check_value(key, value, kind.defaults[key])
         config[key] = value
@@ -95,7 +96,10 @@ def transformer_of(entries: dict[str, Any]) -> Transformer:
 
 
 def _check_value(key: str, value: Any, default: Any) -> None:
-    """Raise ModelError unless a value is of the kind of its default. One without is a number."""
+    """Raise ModelError unless a value has the kind of its default.
+
+    A default of None allows integers too.
+    """
     minimum = 0 if key in MAY_BE_0 else 1
     if isinstance(default, bool | str):
         is_right = type(value) is type(default)
@@ -118,21 +122,21 @@ def _check_value(key: str, value: Any, default: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """Sizes of a clip or a picture in pixels, and of its text."""
+    """Size of a clip or a picture, in frames and pixels, and of its text, in tokens."""
 
     frames: int
     height: int
     width: int
     text: int | None = None
-    """Text tokens; None means the number that the model's pipeline makes."""
+    """Number of text tokens; None means the number that the model's pipeline makes."""
     vae: Grid | None = None
-    """Pixels of a latent along frames, height and width; None means the published model's."""
+    """Pixels per latent along frames, height and width; None means the published model's."""
     has_time_per_token: bool = False
 
     def grid(self, model: Transformer) -> Grid:
         """Return the numbers of tokens along frames, height and width.
 
-        Raises ClipError: a size that does not give whole tokens.
+        Raises ClipError if the model cannot take the clip, or a size does not give whole tokens.
         """
         vae = self.vae or model.vae
         if min(vae) < 1:
@@ -145,14 +149,14 @@ class Clip:
             if value < 1:
                 raise ClipError(f"{name} is {value}; it must be 1 or more")
 
-        # The first frame is a latent by itself, and then each few are one.
+        # The first frame makes one latent, and then every ``vae.frames`` frames make one.
         step = vae.frames * model.patch.frames
         count = (self.frames - 1) // vae.frames + 1
         if (self.frames - 1) % vae.frames or count % model.patch.frames:
             below = max(1, self.frames - (self.frames - 1) % step)
             raise ClipError(
-                f"frames is {self.frames}; the autoencoder takes 1 and then {vae.frames} at a "
-                f"time; use {below} or {below + step}"
+                f"frames is {self.frames}, but the autoencoder takes 1 frame and then "
+                f"{vae.frames} at a time; use {below} or {below + step}"
             )
         return Grid(
             count // model.patch.frames,
@@ -161,13 +165,13 @@ class Clip:
         )
 
     def image_tokens(self, model: Transformer) -> int:
-        """Return the clip's tokens. Raises ClipError."""
+        """Return the number of the clip's tokens. Raises ClipError as ``grid`` does."""
         return prod(self.grid(model))
 
     def text_tokens(self, model: Transformer) -> int:
-        """Return the tokens of text, of a picture that goes with it and of a second encoder.
+        """Return the number of text tokens, with those of a picture and of a second text encoder.
 
-        Raises ClipError: a number that the model cannot take.
+        Raises ClipError if the model cannot take this number.
         """
         text = model.text_tokens if self.text is None else self.text
         if text < 1:
@@ -180,14 +184,14 @@ class Clip:
         return text + model.added_tokens
 
     def attended_tokens(self, model: Transformer) -> int:
-        """Return the tokens that attend jointly, over all ranks."""
+        """Return the number of tokens that attend jointly, counted over all ranks."""
         image = self.image_tokens(model)
         return image + self.text_tokens(model) if model.joint else image
 
     def local_tokens(self, model: Transformer, local_len: int, samples: int = 1) -> Tokens:
-        """Return the tokens of the busiest of the ranks that each have ``local_len`` tokens."""
+        """Return the tokens of the busiest rank, if each rank has ``local_len`` tokens."""
 
-        # Image tokens are numbered first: the first ranks have nothing else.
+        # Image tokens come before the text's, so the first rank has the most of them.
         whole_image = self.image_tokens(model)
         whole_text = self.text_tokens(model)
         image = min(whole_image, local_len)
@@ -198,10 +202,11 @@ class Clip:
 
 
 def _side(name: str, pixels: int, multiple: int) -> int:
-    """Return the tokens along a side. Raises ClipError: they are not whole."""
+    """Return the number of tokens along a side. Raises ClipError if it is not whole."""
     if pixels < 1 or pixels % multiple:
         below = max(multiple, pixels // multiple * multiple)
         raise ClipError(
-            f"{name} is {pixels}; a token has {multiple} pixels; use {below} or {below + multiple}"
+            f"{name} is {pixels}, but must be a positive multiple of {multiple}; use {below} or "
+            f"{below + multiple}"
         )
     return pixels // multiple

@@ -1,4 +1,4 @@
-"""Flux: pictures, whose text tokens attend jointly with the image's."""
+"""Flux, which makes pictures: text tokens attend jointly with the image's."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ MLP_RATIO = 4
 
 
 class Flux(Transformer):
-    """FluxTransformer2DModel."""
+    """diffusers' ``FluxTransformer2DModel``."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "patch_size": 1,
@@ -39,7 +39,7 @@ class Flux(Transformer):
     text_tokens = 512
 
     def _check(self) -> None:
-        """Refuse other patches, which no published model has."""
+        """Refuse a ``patch_size`` other than 1, which no published model has."""
         self._require("patch_size", 1)
 
     @property
@@ -49,22 +49,22 @@ class Flux(Transformer):
 
     @property
     def patch(self) -> Grid:
-        """Latents of a token: its pipeline packs 2 x 2 of them into the 64 channels."""
+        """Latents per token: the pipeline packs 2 x 2 of them into a token's 64 channels."""
         return Grid(1, 2, 2)
 
     @property
     def patch_channels(self) -> int:
-        """Channels of a token, which are packed already."""
+        """Input channels per token; the pipeline has packed the latents into them already."""
         return int(self.config["in_channels"])
 
     @property
     def out_width(self) -> int:
-        """Channels of a token's prediction."""
+        """Output channels per token."""
         return self.out_channels
 
     @property
     def vae(self) -> Grid:
-        """Pixels of a latent."""
+        """Pixels per latent along frames, height and width."""
         return Grid(1, 8, 8)
 
     @property
@@ -92,5 +92,5 @@ class Flux(Transformer):
         return [image, text, tape.add(time, two_products(tape, pooled, hidden))]
 
     def finish(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record the last norm and product."""
+        """Record the last norm and the output projection."""
         return continuous_end(tape, tokens, self.hidden, self.out_width)

@@ -23,15 +23,15 @@ from planner.diffusion.transformer import Blocks, Grid, Transformer
 
 REFINER_RATIO = 4
 GLYPH_TOKENS = 256
-"""Tokens of the second text encoder of HunyuanVideo 1.5, ByT5."""
+"""Number of tokens of HunyuanVideo 1.5's second text encoder, ByT5."""
 GLYPH_WIDTH = 2048
 PICTURE_TOKENS = 729
-"""Tokens of the picture of HunyuanVideo 1.5; without a picture they are masked."""
+"""Number of tokens of HunyuanVideo 1.5's picture; without a picture they are masked."""
 KINDS_OF_TEXT = 3
 
 
 class HunyuanVideo(Transformer):
-    """HunyuanVideoTransformer3DModel."""
+    """diffusers' ``HunyuanVideoTransformer3DModel``."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "in_channels": 16,
@@ -56,7 +56,7 @@ class HunyuanVideo(Transformer):
     text_tokens = 256
 
     def _check(self) -> None:
-        """Refuse other norms of q and k, and a first frame with a time of its own."""
+        """Refuse norms of q and k other than RMSNorm, and a first frame with its own time."""
         self._require("qk_norm", "rms_norm")
         self._require("image_condition_type", None, "latent_concat")
 
@@ -67,13 +67,13 @@ class HunyuanVideo(Transformer):
 
     @property
     def patch(self) -> Grid:
-        """Latents of a token along frames, height and width."""
+        """Latents per token along frames, height and width."""
         size = self.config["patch_size"]
         return Grid(self.config["patch_size_t"], size, size)
 
     @property
     def vae(self) -> Grid:
-        """Pixels of a latent."""
+        """Pixels per latent along frames, height and width."""
         return Grid(4, 8, 8)
 
     @property
@@ -103,7 +103,7 @@ class HunyuanVideo(Transformer):
         return [image, time, self._refined_text(tape, samples, tokens.whole_text)]
 
     def _refined_text(self, tape: Tape, samples: int, text_tokens: int) -> Symbol:
-        """Return the text tokens after the refiner, which also embeds the time and their mean."""
+        """Return the refined text tokens; the refiner also embeds the time and the tokens' mean."""
         hidden = self.hidden
         channels = self.config["text_embed_dim"]
         pooled = tape.input(samples, channels, is_tracked=False)
@@ -131,12 +131,12 @@ class HunyuanVideo(Transformer):
         return tape.add(x, tape.multiply(transformed, last_gate))
 
     def finish(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record the last norm and product."""
+        """Record the last norm and the output projection."""
         return continuous_end(tape, tokens, self.hidden, self.out_width)
 
 
 class HunyuanVideo15(HunyuanVideo):
-    """HunyuanVideo15Transformer3DModel, with a picture's tokens and those of a second encoder."""
+    """diffusers' ``HunyuanVideo15Transformer3DModel``, with a picture and a second text encoder."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "in_channels": 65,
@@ -162,12 +162,12 @@ class HunyuanVideo15(HunyuanVideo):
     added_tokens = GLYPH_TOKENS + PICTURE_TOKENS
 
     def _check(self) -> None:
-        """Refuse other norms of q and k."""
+        """Refuse norms of q and k other than RMSNorm."""
         self._require("qk_norm", "rms_norm")
 
     @property
     def vae(self) -> Grid:
-        """Pixels of a latent."""
+        """Pixels per latent along frames, height and width."""
         return Grid(4, 16, 16)
 
     @property
@@ -187,7 +187,7 @@ class HunyuanVideo15(HunyuanVideo):
         if config["use_meanflow"]:
             time = tape.add(time, embedded_time(tape, samples, hidden))
 
-        # Three kinds of text tokens, each marked by a vector of its own.
+        # Three kinds of text tokens, each marked by its own vector.
         kinds = tape.parameter(KINDS_OF_TEXT, hidden)
         text = self._refined_text(tape, samples, tokens.whole_text - self.added_tokens)
 

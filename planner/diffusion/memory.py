@@ -1,8 +1,8 @@
-"""Memory of a training step on clips: weights as of any model, and activations by the record.
+"""Memory of a training step on clips: weights as for any model, activations from the record.
 
-The moments at which it may peak are those of planner/step_memory.py. With checkpointing a block's
-inputs wait for its backward, in which the block is computed again; without it all that autograd
-saves waits.
+It may peak at the moments of planner/step_memory.py. With checkpointing, a block keeps only its
+inputs until its backward, which computes the block again; without, it keeps all tensors that
+autograd saves.
 """
 
 from parallel.context import Plan
@@ -13,9 +13,10 @@ from planner.step_memory import Moments, weight_bytes
 from planner.step_shape import Arrangement, StepShape
 
 LOSS_COPIES = 6
-"""Copies of the prediction in float32: latents, noise, target, prediction and the loss's two."""
+"""Number of float32 tensors of the prediction's size: latents, noise, target, prediction, and two
+of the loss."""
 TABLES = 2
-"""Tables of rotary positions, cosine and sine, in float32."""
+"""Number of float32 tables of rotary positions: cosine and sine."""
 
 
 def step_memory(
@@ -27,7 +28,7 @@ def step_memory(
     plan: Plan,
     arrangement: Arrangement,
 ) -> dict[str, float]:
-    """Return the bytes of the busiest rank at the peak of a step, by cause."""
+    """Return the bytes of the busiest rank at the peak of a step, keyed by cause."""
     states, gradients, passing = weight_bytes(work, plan, arrangement)
     states -= _uncopied_bytes(run, traces)
     largest_block = _largest_block_bytes(run, traces)
@@ -49,7 +50,10 @@ def step_memory(
 
 
 def _uncopied_bytes(run: ClipRun, traces: Traces) -> float:
-    """Return the bytes of copies of frozen weights, which whole ones in bfloat16 do not need."""
+    """Return the bytes of frozen weights' copies, which ``weight_bytes`` counts but no run makes.
+
+    Frozen bfloat16 weights that are not sharded need no copy in the dtype of the computation.
+    """
     is_whole = run.strategy in ("ddp", "legacy_ddp")
     if not is_whole or run.element_size == 4:
         return 0.0
@@ -58,7 +62,10 @@ def _uncopied_bytes(run: ClipRun, traces: Traces) -> float:
 
 
 def _largest_block_bytes(run: ClipRun, traces: Traces) -> float:
-    """Return by how much two gathered blocks, the running and the next, exceed the mean."""
+    """Return the bytes by which the two gathered blocks may exceed two mean ones.
+
+    While a block runs, the next one is gathered already; both may be as large as the largest.
+    """
     if run.strategy != "zero3" or run.gpus == run.tp:
         return 0.0
     counts = [block.parameters for block in traces.blocks]
@@ -69,13 +76,17 @@ def _largest_block_bytes(run: ClipRun, traces: Traces) -> float:
 def _activations(
     run: ClipRun, model: Transformer, tokens: Tokens, traces: Traces
 ) -> tuple[Moments, Moments]:
-    """Return the bytes that wait at each moment, and those of a block's backward or the loss."""
+    """Return the bytes kept for the backward at each moment, and those of temporary tensors.
+
+    The temporary tensors are those of the loss or of a block's backward.
+    """
     blocks = traces.blocks
     waiting = waiting_bytes(run, traces)
     whole_rows = tokens.samples * tokens.whole_image
     clip = LOSS_COPIES * 4 * whole_rows * model.out_width
 
-    # The last block's backward sees all that waits, the first's almost nothing but gradients.
+    # The last block's backward runs first, with all kept tensors in memory; the first block's runs
+    # last, with only its own.
     outside = clip + outside_bytes(run, model, tokens, traces)
     activations = Moments(
         loss=outside + sum(waiting),
@@ -85,16 +96,16 @@ def _activations(
         end=outside,
     )
 
-    # A block's backward, without the bytes of it that are counted as waiting.
+    # A block's backward, without its bytes that are already counted as kept.
     first = blocks[0].peak / run.tp - waiting[0]
     last = blocks[-1].peak / run.tp - waiting[-1]
-    # At the end the gradient of all embedded tokens exists, and the copy that is scattered to it.
+    # At the end: the gradient of all embedded tokens, and the tensor into which a rank's is copied.
     embedded = run.element_size * whole_rows * model.hidden
     return activations, Moments(clip, last, first, first, 2 * embedded)
 
 
 def outside_bytes(run: ClipRun, model: Transformer, tokens: Tokens, traces: Traces) -> float:
-    """Return the bytes that wait for the backward, but those of the blocks and of the loss."""
+    """Return the bytes kept for the backward outside the blocks and the loss."""
     tables = TABLES * 4 * model.head_dim * tokens.image
     shared = max(block.shared for block in traces.blocks)
     saved = sum(part.saved for part in traces.outside)
@@ -102,7 +113,7 @@ def outside_bytes(run: ClipRun, model: Transformer, tokens: Tokens, traces: Trac
 
 
 def waiting_bytes(run: ClipRun, traces: Traces) -> list[float]:
-    """Return the bytes of each block that wait from its forward for its backward."""
+    """Return the bytes that each block keeps from its forward to its backward."""
     waiting = []
     for index, block in enumerate(traces.blocks):
         is_recomputed = index < run.recomputed

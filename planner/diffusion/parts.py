@@ -1,4 +1,4 @@
-"""Parts that several classes share: joint blocks of two streams and of one, embedders, the end."""
+"""Parts that several classes share: joint blocks of one or two streams, embedders, output layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,34 +7,34 @@ from planner.diffusion.symbols import Symbol
 from planner.diffusion.tape import Tape
 
 ROTATED_IN_BF16 = 52
-"""Bytes an element that diffusers' ``apply_rotary_emb`` reads and writes, forward."""
+"""Bytes per element that diffusers' ``apply_rotary_emb`` reads and writes, forward."""
 ROTATED_IN_FLOAT32 = 40
 TIME_CHANNELS = 256
-"""Channels of the sinusoidal embedding of a time in Flux and HunyuanVideo."""
+"""Number of channels of a time's sinusoidal embedding in Flux and HunyuanVideo."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Numbers of tokens of a micro-batch's samples on a rank."""
+    """Numbers of tokens on a rank, for the samples of a micro-batch."""
 
     samples: int
     image: int
-    """Image tokens of a sample on this rank."""
+    """Number of image tokens per sample on this rank."""
     text: int
-    """Text tokens of a sample: of this rank if they attend jointly, else all of them."""
+    """Number of text tokens per sample: this rank's if they attend jointly, else all of them."""
     whole_image: int
     whole_text: int
     has_time_per_token: bool = False
-    """True if tokens have times of their own, as in image-to-video training of Wan 2.2."""
+    """True if each token has its own time, as in image-to-video training of Wan 2.2."""
 
     @property
     def image_rows(self) -> int:
-        """Return this rank's image tokens of all samples."""
+        """Return the number of this rank's image tokens, over all samples."""
         return self.samples * self.image
 
     @property
     def text_rows(self) -> int:
-        """Return this rank's text tokens of all samples."""
+        """Return the number of this rank's text tokens, over all samples."""
         return self.samples * self.text
 
 
@@ -44,7 +44,7 @@ Forward = Callable[[Tape, Tokens], list[Symbol]]
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens of a kind in a block of two streams, with the names of their modules."""
+    """Tokens of one kind (image or text) in a block of two streams, and their modules' names."""
 
     x: Symbol
     projections: tuple[str, str, str]
@@ -65,10 +65,10 @@ class JointBlock:
     rotates_text: bool
     """True if text tokens have rotary positions too."""
     has_mask: bool = False
-    """True if each block makes a mask of pairs of tokens, in memory while it attends."""
+    """True if each block makes a mask of all pairs of tokens, in memory during its attention."""
 
     def two_streams(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record a block with weights of their own for image and text; 36 d^2 of them."""
+        """Record a block with separate weights for image and text, 36 d^2 in total."""
         image = Stream(
             tape.input(tokens.image_rows, self.hidden),
             ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -118,7 +118,7 @@ class JointBlock:
     def _after_attention(
         self, tape: Tape, stream: Stream, out: Symbol, modulation: list[Symbol]
     ) -> Symbol:
-        """Return a stream after the attention's output and the feed-forward."""
+        """Return a stream after the attention's output projection and the feed-forward."""
         gate, shift, scale, last_gate = modulation[2:]
         part = tape.some_tokens(out, stream.x.rows, is_contiguous=True)
         attended = tape.linear(part, self.hidden, stream.out)
@@ -131,13 +131,13 @@ class JointBlock:
         return tape.add(x, tape.multiply(transformed, last_gate))
 
     def one_stream(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record a block of joined tokens with attention and feed-forward side by side; 15 d^2."""
+        """Record a block of joined tokens with attention beside feed-forward; 15 d^2 weights."""
         image = tape.input(tokens.image_rows, self.hidden)
         text = tape.input(tokens.text_rows, self.hidden)
         time = shared_time(tape, tokens, self.hidden)
         x = tape.join_tokens(text, image)
 
-        # The feed-forward's first product.
+        # The feed-forward's first projection.
         shift, scale, gate = modulations(tape, time, self.hidden, 3)
         normed = tape.modulate(tape.layer_norm(x), scale, shift)
         inner = tape.linear(normed, self.inner, "proj_mlp")
@@ -155,7 +155,7 @@ class JointBlock:
         if not self.rotates_text:
             out = tape.copy(out)
 
-        # One product for both.
+        # One projection for the outputs of both.
         both = tape.join_channels(out, inner)
         both = tape.linear(both, self.hidden, "proj_out")
         tape.hold(normed, inner, out)
@@ -172,7 +172,7 @@ class JointBlock:
         return tape.rotate(x, ROTATED_IN_BF16, ROTATED_IN_FLOAT32)
 
     def _rotate_image(self, tape: Tape, x: Symbol, image_rows: int) -> Symbol:
-        """Return joined queries or keys, of which all or the image's have rotary positions."""
+        """Return joined queries or keys, with rotary positions for all or just image tokens."""
         if self.rotates_text or image_rows == x.rows:
             return self._rotate(tape, x)
         image = self._rotate(tape, tape.some_tokens(x, image_rows))
@@ -194,14 +194,14 @@ def modulations(tape: Tape, time: Symbol, hidden: int, parts: int) -> list[Symbo
 
 
 def feed_forward(tape: Tape, x: Symbol, inner: int, name: str, width: int | None = None) -> Symbol:
-    """Return a feed-forward of two products with an activation between."""
+    """Return the output of a feed-forward: two linear modules with an activation between."""
     projected = tape.linear(x, inner, f"{name}.net.0.proj")
     activated = tape.activation(projected)
     return tape.linear(activated, width or x.width, f"{name}.net.2")
 
 
 def two_products(tape: Tape, x: Symbol, width: int) -> Symbol:
-    """Return an embedding by two products with an activation between."""
+    """Return an embedding by two linear modules with an activation between."""
     projected = tape.linear(x, width, "linear_1")
     activated = tape.activation(projected)
     return tape.linear(activated, width, "linear_2")
@@ -214,13 +214,13 @@ def embedded_time(tape: Tape, samples: int, hidden: int) -> Symbol:
 
 
 def embedded_input(tape: Tape, rows: int, channels: int, width: int) -> Symbol:
-    """Return embedded patches or texts: a product with an input that has no gradient."""
+    """Return embedded patches or texts, by a linear module whose input needs no gradient."""
     x = tape.input(rows, channels, is_tracked=False)
     return tape.linear(x, width, "embedder")
 
 
 def continuous_end(tape: Tape, tokens: Tokens, hidden: int, width: int) -> list[Symbol]:
-    """Record the last norm, scaled and shifted by each sample's time, and the last product."""
+    """Record the last norm, scaled and shifted by each sample's time, and the output projection."""
     image = tape.input(tokens.image_rows, hidden)
     time = tape.input(tokens.samples, hidden, is_tracked=tape.training.trains_all)
     scale, shift = modulations(tape, time, hidden, 2)

@@ -25,37 +25,37 @@ class ClipRun:
 
     gpus: int
     context: int = 1
-    """Ranks that share a clip."""
+    """Number of ranks that share a clip."""
     method: FullContextConfig = field(default_factory=FullContextConfig)
     batch: int = 1
-    """Clips of a step, over all ranks."""
+    """Number of clips per step, over all ranks."""
     samples: int = 1
-    """Clips of a micro-batch."""
+    """Number of clips per micro-batch."""
     strategy: Strategy = "zero3"
     recomputed: int = 0
-    """Blocks that are computed again in the backward; diffusers' checkpointing takes all."""
+    """Number of blocks that the backward computes again; diffusers' checkpointing takes all."""
     element_size: int = 2
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = LORA_TARGETS
     tp: int = 1
-    """Ranks that split each matrix, as other programs do; ``parallel.diffusers`` does not."""
+    """Number of ranks that split each matrix, in other programs; ``parallel.diffusers`` has 1."""
 
     @property
     def groups(self) -> int:
-        """Return the groups of ranks that each have clips of their own."""
+        """Return the number of data-parallel groups; each trains on its own clips."""
         return self.gpus // (self.context * self.tp)
 
     @property
     def micro_batches(self) -> int:
-        """Return the micro-batches of a group."""
+        """Return the number of micro-batches of a group per step."""
         return self.batch // (self.groups * self.samples)
 
     def training(self, plan: Plan | None = None, buffers: int = 0) -> Training:
-        """Return what is trained, for the record of the forward.
+        """Return the settings with which the forward is recorded.
 
         Args:
-            plan: the joint attention's, by default on one rank.
-            buffers: bytes that its backward needs.
+            plan: plan of the joint attention; by default, that of one rank.
+            buffers: bytes that the joint attention's backward needs.
         """
         return Training(
             self.element_size,
@@ -73,28 +73,28 @@ class Traces:
     embed: Trace
     """Embeddings, and all else before the blocks."""
     finish: Trace
-    """The last norm and product."""
+    """The last norm and the output projection."""
     blocks: tuple[Trace, ...]
-    """Each block in its order."""
+    """The blocks, in order."""
 
     @property
     def outside(self) -> tuple[Trace, Trace]:
-        """Return what is no block."""
+        """Return the parts outside the blocks."""
         return self.embed, self.finish
 
     @property
     def all_parts(self) -> tuple[Trace, ...]:
-        """Return the whole model."""
+        """Return all parts of the model."""
         return (*self.outside, *self.blocks)
 
     @property
     def parameters(self) -> int:
-        """Return the model's parameters, those of adapters included."""
+        """Return the number of the model's parameters, including adapters."""
         return sum(part.parameters for part in self.all_parts)
 
     @property
     def trained(self) -> int:
-        """Return the trained parameters."""
+        """Return the number of trained parameters."""
         return sum(part.trained for part in self.all_parts)
 
 
@@ -117,7 +117,7 @@ def whole_traces(model: Transformer, clip: Clip, training: Training) -> Traces:
 
 
 def clip_flops(model: Transformer, clip: Clip, training: Training) -> tuple[int, int]:
-    """Return the FLOPs of a forward and a backward for one clip."""
+    """Return the FLOPs of a forward for one clip, and those of a backward."""
     traces = whole_traces(model, clip, training)
     pairs = clip.attended_tokens(model) ** 2
     joint = ATTENTION * pairs * model.hidden * len(traces.blocks)
@@ -130,7 +130,7 @@ def clip_flops(model: Transformer, clip: Clip, training: Training) -> tuple[int,
 
 
 def plan_of(model: Transformer, clip: Clip, run: ClipRun, cluster: Cluster) -> Plan:
-    """Return the attention's plan. Raises ContextError: the method does not suit ranks or heads."""
+    """Return the attention's plan. Raises ContextError if ranks or heads do not suit the method."""
     per_node = max(1, cluster.gpus_per_node // run.tp)
     plan = make_plan(
         run.method.context_parallel_method,

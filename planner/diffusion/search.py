@@ -1,8 +1,8 @@
 """Search over the ways in which ranks train on clips, and for the largest clip that fits.
 
 A candidate is a number of ranks that share each clip, a method with its options, and gradient
-checkpointing or not. The clips of a step are given, so that more ranks a clip mean fewer groups
-with more micro-batches each.
+checkpointing or not. The number of clips per step is fixed, so with more ranks per clip there are
+fewer groups, with more micro-batches each.
 """
 
 from collections import Counter
@@ -24,16 +24,19 @@ from runtime.errors import UserError, divisors
 from runtime.progress import Progress
 
 ALONE = FullContextConfig(context_parallel_method="ring", context_parallel_layout="contiguous")
-"""The method of a single rank, on which all are the same; tokens stay in order with every one."""
+"""Method for a single rank, on which all methods are the same; also the base of other methods.
+
+Its layout suits them all, since tokens of clips stay in order.
+"""
 MAX_STEPS = 1 << 12
-"""Largest number of steps of the autoencoder along frames, or of tokens along a side."""
+"""Maximum number of tokens along frames, or along the height, of the clips to try."""
 
 
 class Choices(NamedTuple):
     """Values that a search varies."""
 
     contexts: tuple[int, ...]
-    """Numbers of ranks that share a clip."""
+    """Numbers of ranks per clip."""
     methods: tuple[str, ...]
     recomputed: tuple[int, ...]
     """Numbers of blocks that are computed again: none, or all."""
@@ -52,9 +55,9 @@ class ClipRanking:
 
     candidates: list[ClipCandidate]
     refused: Counter[str]
-    """Number of runs by the reason for which they are not possible."""
+    """Number of impossible runs, keyed by the reason."""
     over_memory: list[float]
-    """Bytes of each that does not fit, in its leanest settings."""
+    """Bytes of each run that does not fit, in its leanest settings."""
 
 
 def full_methods() -> tuple[str, ...]:
@@ -80,7 +83,7 @@ def runs_of(
         if run.batch % (run.groups * run.samples):
             refused[
                 f"batch is {run.batch}, but {run.groups} groups of {context} ranks take a multiple "
-                f"of {run.groups * run.samples}; set batch to one"
+                f"of {run.groups * run.samples}; set batch to such a multiple"
             ] += 1
             continue
         for method in _methods(context, cluster, choices.methods):
@@ -107,9 +110,9 @@ def _methods(context: int, cluster: Cluster, names: tuple[str, ...]) -> Iterator
 def rank_clip(
     model: Transformer, clip: Clip, base: ClipRun, cluster: Cluster, choices: Choices
 ) -> ClipRanking:
-    """Predict every run, each with checkpointing only if it needs it or nothing else is tried.
+    """Rank the possible runs, each with its fastest choice of checkpointing that fits.
 
-    Raises ClipError: the clip does not suit the model.
+    Raises ClipError if the clip does not suit the model.
     """
     clip.attended_tokens(model)
     ranking = ClipRanking([], Counter(), [])
@@ -135,7 +138,7 @@ def rank_clip(
 
 
 def _fastest(fitting: list[ClipCandidate], cluster: Cluster) -> ClipCandidate:
-    """Return the fastest that leaves an allocator room, or the fastest if none does."""
+    """Return the fastest run that leaves an allocator room, or the fastest if none does."""
     limit = ROOM * 1e9 * cluster.memory_gb
     roomy = [candidate for candidate in fitting if candidate.prediction.bytes <= limit]
     return min(roomy or fitting, key=lambda candidate: candidate.prediction.time)
@@ -144,10 +147,10 @@ def _fastest(fitting: list[ClipCandidate], cluster: Cluster) -> ClipCandidate:
 def largest_clips(
     model: Transformer, clip: Clip, base: ClipRun, cluster: Cluster, choices: Choices
 ) -> list[tuple[int, Clip | None, Clip | None]]:
-    """Return for each number of ranks the longest clip of this size, and the largest of its frames.
+    """Return each number of ranks with the longest and the largest clip that fit; None if none do.
 
-    Both leave a tenth of the memory to the allocator; None if not even the smallest fits. The
-    largest clip has the given shape, as near as whole tokens allow.
+    The longest clip has the given height and width. The largest has the given frames, and the given
+    shape as nearly as whole tokens allow. Both leave a tenth of the memory to the allocator.
     """
     clip.attended_tokens(model)
 
@@ -166,7 +169,7 @@ def largest_clips(
 
 
 def _last_clip(fits: Callable[[Clip], bool], clip_of: Callable[[int], Clip]) -> Clip | None:
-    """Return the last of ever larger clips that fits."""
+    """Return the last clip of a growing sequence that fits; None if the first does not."""
     if not fits(clip_of(1)):
         return None
     return clip_of(last_good(lambda number: fits(clip_of(number)), MAX_STEPS, exact=True))
@@ -199,7 +202,7 @@ def _sizes(model: Transformer, clip: Clip) -> Callable[[int], Clip]:
 def _fits(
     model: Transformer, clip: Clip, base: ClipRun, cluster: Cluster, choices: Choices
 ) -> bool:
-    """Return True if any method fits, with as much recomputation as may be."""
+    """Return True if any method fits, with the most recomputation of ``choices``."""
     limit = ROOM * 1e9 * cluster.memory_gb
     for run in runs_of(model, clip, base, cluster, choices, Counter()):
         candidate = replace(run, recomputed=max(choices.recomputed))

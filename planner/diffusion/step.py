@@ -1,13 +1,14 @@
 """Time and memory of a training step of a diffusion transformer on clips that ranks share.
 
-Attention and communication are counted by the plan that ``parallel.diffusers`` executes, and a step
-is added up by the formulas of language models (planner/step_cost.py, step_memory.py). What is
-different is counted from the recorded forward of the model's class: products, bytes that pass
-between them in each dtype, cross-attention to keys that every rank has, and what the backward of a
-block needs. Before the blocks every rank computes the same, and after them the prediction is
-gathered.
+Attention and communication are counted from the plan that ``parallel.diffusers`` executes, and
+their times are summed as for language models (planner/step_cost.py, step_memory.py). All else is
+counted from the recorded forward of the model's class: matmuls, the bytes that operators between
+them read and write, cross-attention to keys that every rank has, and the memory of a block's
+backward. Every rank computes the parts before the blocks for all tokens, and the prediction is
+gathered after the blocks.
 
-Not counted are encoders of text and pictures, whose outputs are cached, and the optimizer's step.
+Not counted are the encoders of text and pictures, whose outputs are cached, and the time of the
+optimizer's step.
 """
 
 from dataclasses import dataclass
@@ -27,16 +28,16 @@ from planner.workload import WORKSPACES
 
 @dataclass(frozen=True)
 class ClipPrediction:
-    """Seconds of a step and bytes of the busiest rank, each by cause."""
+    """Seconds of a step and bytes of the busiest rank, each keyed by cause."""
 
     seconds: dict[str, float]
     memory: dict[str, float]
     forward: float
-    """Seconds of the forwards among them."""
+    """Seconds of the step that its forwards take."""
     pointwise: float
-    """Seconds of ``linear`` between the products: norms, gates, casts, rotations and sums."""
+    """Seconds of the cause ``linear`` without matmuls: norms, gates, casts, rotations and sums."""
     flops: float
-    """FLOPs of the step over all ranks, without what is computed again."""
+    """FLOPs of the step over all ranks, without recomputation."""
     links: Links
     """Bytes that a group sends in a block's attention."""
 
@@ -51,12 +52,12 @@ class ClipPrediction:
         return sum(self.memory.values())
 
     def tflops(self, gpus: int) -> float:
-        """Return the TFLOP/s of a GPU."""
+        """Return the TFLOP/s per GPU."""
         return self.flops / self.time / gpus / 1e12
 
 
 class ClipStep:
-    """A step in the numbers of the cost model."""
+    """A step on clips, converted to the inputs of the cost model."""
 
     def __init__(self, model: Transformer, clip: Clip, run: ClipRun, cluster: Cluster) -> None:
         """Set up a step.
@@ -83,7 +84,7 @@ class ClipStep:
         buffers = backward_buffers(self.plan, self.sizes, moves) * run.tp
         self.traces = traces_of(model, run.training(self.plan, buffers), self.tokens)
 
-        # The rest of the step, in the numbers of any model.
+        # The rest of the step, as for any model.
         self.arrangement = Arrangement(
             dp=run.groups,
             tp=run.tp,
@@ -93,7 +94,7 @@ class ClipStep:
         self.work = self._work()
 
     def _work(self) -> StepShape:
-        """Return the model's sizes; products are counted from the record instead."""
+        """Return the model's sizes; ``matrix_weights`` is 0, since the traces count the matmuls."""
         model = self.model
         workspaces = WORKSPACES if self.cluster.device == "cuda" else 0
         return StepShape(
@@ -137,7 +138,7 @@ class ClipStep:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of a step by cause."""
+        """Return the seconds of a step, keyed by cause."""
         seconds = seconds_of_layers(
             self._block(), self.work, self.plan, self.arrangement, self.cluster
         )
@@ -147,14 +148,14 @@ class ClipStep:
         return {cause: float(time) for cause, time in seconds.items() if time}
 
     def forward_seconds(self) -> float:
-        """Return the seconds of the forwards among them."""
+        """Return the seconds of a step that its forwards take."""
         block = self._block()
         blocks = len(self.traces.blocks) * (block.products + block.pointwise + block.attention)
         outside, _ = self._outside()
         return float(self.run.micro_batches * blocks + outside + self._gather())
 
     def _block(self) -> LayerSeconds:
-        """Return the seconds of a block on a rank, the mean of all blocks."""
+        """Return the seconds of a block on a rank, averaged over all blocks."""
         products = 0
         moved = 0
         local = 0
@@ -163,7 +164,7 @@ class ClipStep:
             moved += block.moved
             local += block.attention
 
-        # A rank of tensor parallelism has its share of the mean.
+        # A tensor-parallel rank computes its share of the mean block.
         cluster = self.cluster
         share = 1 / (len(self.traces.blocks) * self.run.tp)
         local_seconds = share * local / cluster.attention_flops_per_s
@@ -176,7 +177,7 @@ class ClipStep:
         )
 
     def _outside(self) -> tuple[float, float]:
-        """Return the seconds of what is no block, forward and backward."""
+        """Return the seconds outside the blocks, forward and backward."""
         forward = 0.0
         backward = 0.0
         for part in self.traces.outside:
@@ -190,14 +191,14 @@ class ClipStep:
         return micro_batches * forward, micro_batches * backward
 
     def _moved(self, num_bytes: float) -> float:
-        """Return the seconds that the memory takes for bytes; 0 if its rate is unknown."""
+        """Return the seconds to read or write these bytes; 0 if the memory's rate is unknown."""
         rate = self.cluster.memory_bytes_per_s
         if not rate:
             return 0.0
         return num_bytes / rate
 
     def _gather(self) -> float:
-        """Return the seconds in which ranks gather the predictions of the forwards."""
+        """Return the seconds to gather the predictions of all micro-batches."""
         ranks = self.run.context
         if ranks == 1:
             return 0.0
@@ -207,5 +208,5 @@ class ClipStep:
 
 
 def predict_clip(model: Transformer, clip: Clip, run: ClipRun, cluster: Cluster) -> ClipPrediction:
-    """Predict time and memory of a step. Raises as ``ClipStep``."""
+    """Predict time and memory of a step. Raises the errors of ``ClipStep``."""
     return ClipStep(model, clip, run, cluster).predict()

@@ -1,4 +1,4 @@
-"""Tensors in symbols, operators on them, and the settings that decide what operators do."""
+"""Symbols (tensors without elements), operators on them, and settings of these operators."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Training:
     attention_buffers: int = 0
     """Bytes that the backward of a joint attention needs, its results included."""
     attention_outputs: int = 1
-    """Copies of its output that a joint attention keeps: two if heads are exchanged."""
+    """Number of copies of its output that a joint attention keeps: two if heads are exchanged."""
 
     @property
     def trains_all(self) -> bool:
@@ -71,7 +71,7 @@ class Operation:
     weight_gradient: int
     """Bytes of the gradient of its weights."""
     passed_to: tuple[Symbol, ...]
-    """Inputs whose gradient is the output's, or a view of it: of sums and concatenations."""
+    """Inputs whose gradient is the output's or a view of it, as for sums and concatenations."""
     temporary: int
     """Bytes that its backward needs besides the gradients."""
     mask: int

@@ -1,6 +1,6 @@
 """Record a forward in symbols: its weights, FLOPs, memory traffic, and what its backward needs.
 
-A class of diffusers is described by its forward, written once with symbols in the place of tensors
+A class of diffusers is described by its forward, written once with symbols in place of tensors
 (wan.py, flux.py, hunyuan.py). Every operator here knows what torch's does: how many weights it has,
 what autograd saves for it, and how many bytes it reads and writes. So the same lines give the
 number of parameters, the FLOPs, the bytes kept for a backward and the peak of that backward, with
@@ -22,7 +22,7 @@ ATTENTION = 4
 
 @dataclass
 class Tape:
-    """Operators of a forward in their order, and their sums."""
+    """Operators of a forward, in order, and the totals of their weights, FLOPs and bytes."""
 
     training: Training
     samples: int = 1
@@ -33,7 +33,7 @@ class Tape:
     backward_products: int = 0
     """FLOPs of the matrix products of the backward."""
     attention: int = 0
-    """FLOPs of attention to keys that this rank has, forward; joint attention is the plan's."""
+    """FLOPs of attention to local keys, forward; joint attention is counted from its plan."""
     moved: int = 0
     """Bytes that operators between the products read and write, forward."""
     operations: list[Operation] = field(default_factory=list)
@@ -60,13 +60,13 @@ class Tape:
         self.variables.extend(symbols)
 
     def parameter(self, rows: int, width: int) -> Symbol:
-        """Return a weight that is no linear module's, such as a table of shifts."""
+        """Return a weight outside of linear modules, such as a table of shifts."""
         self._count_weights(rows * width)
         storage = Storage(rows * width * self.size, is_counted=False)
         return Symbol(rows, width, self.size, self.training.trains_all, storage)
 
     def linear(self, x: Symbol, width: int, name: str) -> Symbol:
-        """Return the product with a weight ``[width, x.width]`` and its bias, and its adapter's."""
+        """Return a linear module's output plus its adapter's; the weight is [width, x.width]."""
         weights = (x.width + 1) * width
         self._count_weights(weights)
         flops = 2 * x.rows * x.width * width
@@ -91,7 +91,7 @@ class Tape:
         return out
 
     def _adapter(self, x: Symbol, width: int) -> Symbol:
-        """Return the scaled output of an adapter's two products."""
+        """Return the scaled output of an adapter's two matmuls."""
         rank = self.training.lora_rank or 0
         symbol = x
         for next_width in (rank, width):
@@ -158,20 +158,20 @@ class Tape:
         return self._pointwise(x, saved=(x.storage,))
 
     def cast(self, x: Symbol, size: int) -> Symbol:
-        """Return x in another dtype; x itself if it has it."""
+        """Return x in a dtype of ``size`` bytes; x itself if it has this size already."""
         if x.size == size:
             return x
         return self._pointwise(x, saved=(), size=size)
 
     def copy(self, x: Symbol) -> Symbol:
-        """Return x in a new storage, maybe times a number."""
+        """Return x in a new storage, possibly multiplied by a number."""
         return self._pointwise(x, saved=())
 
     def rotate(self, x: Symbol, moved_in_bf16: int, moved_in_float32: int) -> Symbol:
-        """Return x with rotary positions, which save their tables alone.
+        """Return x with rotary positions, an operator that saves only their tables.
 
         Args:
-            moved_in_bf16, moved_in_float32: bytes an element that the operators read and write.
+            moved_in_bf16, moved_in_float32: bytes per element that the operators read and write.
         """
         elements = x.rows * x.width
         moved = moved_in_float32
@@ -183,7 +183,7 @@ class Tape:
         return out
 
     def multiply(self, a: Symbol, b: Symbol) -> Symbol:
-        """Return the product; one factor may have a row for each sample, or one row."""
+        """Return the product; one factor may have only one row per sample, or one row in all."""
         out = self._broadcast(a, b)
 
         # Each factor is saved for the other's gradient.
@@ -194,7 +194,7 @@ class Tape:
             saved += (b.storage,)
         temporary = 0
         if a.is_tracked and b.is_tracked and a.rows != b.rows:
-            temporary = out.bytes  # before it is summed over the rows
+            temporary = out.bytes  # a gradient before its sum over rows
         self._record((a, b), out, saved, temporary=temporary)
         return out
 
@@ -249,7 +249,7 @@ class Tape:
         return views
 
     def some_tokens(self, x: Symbol, rows: int, *, is_contiguous: bool = False) -> Symbol:
-        """Return some of the tokens: a view, which a product of several samples copies."""
+        """Return some of the tokens: a view, or a copy if several samples must be contiguous."""
         if rows == x.rows:
             return x
         view = self._view(x, rows, x.width)
@@ -274,7 +274,7 @@ class Tape:
         """Return the attention to the tokens of all ranks; ``parallel.diffusers`` orders them.
 
         Args:
-            has_mask: True if the module makes a mask of its tokens' pairs, which is not used.
+            has_mask: True if the module makes a mask of all pairs of tokens, although it is unused.
         """
         mask = 0
         if has_mask:  # repeated, then joined with its transpose

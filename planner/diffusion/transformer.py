@@ -1,4 +1,4 @@
-"""Base of the described classes of diffusers, with the values of their ``config.json``."""
+"""Base class of the planner's descriptions of diffusers' classes, made from a ``config.json``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -44,11 +44,11 @@ class Transformer(ABC):
     joint: ClassVar[bool]
     """True if text tokens attend together with the image's; False for cross-attention to text."""
     makes_pictures: ClassVar[bool] = False
-    """True if the model makes pictures, of one frame."""
+    """True if the model makes pictures, which have one frame."""
     text_tokens: ClassVar[int]
-    """Tokens that the model's pipeline makes of a text."""
+    """Number of tokens that the model's pipeline makes of a text."""
     added_tokens: int = 0
-    """Tokens that join the text: of a picture, or of a second encoder."""
+    """Number of tokens that join the text's: those of a picture and of a second text encoder."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Set the values that all classes have; ``config`` has every key."""
@@ -73,25 +73,25 @@ class Transformer(ABC):
     @property
     @abstractmethod
     def patch(self) -> Grid:
-        """Latents of a token along frames, height and width."""
+        """Latents per token along frames, height and width."""
 
     @property
     @abstractmethod
     def vae(self) -> Grid:
-        """Pixels of a latent of the autoencoder that the published models have."""
+        """Pixels per latent of the published autoencoder, along frames, height and width."""
 
     @property
     @abstractmethod
     def blocks(self) -> list[Blocks]:
-        """The blocks, in their order."""
+        """The blocks, in order."""
 
     @abstractmethod
     def embed(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record what comes before the blocks, for all tokens."""
+        """Record the parts before the blocks, for all tokens."""
 
     @abstractmethod
     def finish(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record what follows the blocks."""
+        """Record the parts after the blocks."""
 
     @abstractmethod
     def _check(self) -> None:
@@ -104,12 +104,12 @@ class Transformer(ABC):
 
     @property
     def patch_channels(self) -> int:
-        """Return the channels of a token's latents that come in."""
+        """Return the number of input channels per token."""
         return int(self.config["in_channels"]) * prod(self.patch)
 
     @property
     def out_width(self) -> int:
-        """Return the channels of a token's prediction."""
+        """Return the number of output channels per token."""
         return self.out_channels * prod(self.patch)
 
     def _require(self, key: str, *values: Any) -> None:
@@ -118,5 +118,5 @@ class Transformer(ABC):
         if value not in values:
             choices = " or ".join(repr(choice) for choice in values)
             raise ModelError(
-                f"{key} is {value!r}; the planner knows {self.config_class} with {choices} only"
+                f"{key} is {value!r}; the planner knows {self.config_class} only with {choices}"
             )

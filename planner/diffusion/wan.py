@@ -12,16 +12,16 @@ from planner.diffusion.tape import Tape
 from planner.diffusion.transformer import Blocks, Grid, Transformer
 
 ROTATED_IN_BF16 = 30
-"""Bytes an element that Wan's rotary positions read and write, forward."""
+"""Bytes per element that Wan's rotary positions read and write, forward."""
 ROTATED_IN_FLOAT32 = 36
 PICTURE_TOKENS = 257
-"""Tokens of the picture that an image-to-video model attends to, from CLIP."""
+"""Number of tokens that CLIP makes of the picture for an image-to-video model."""
 LATENT_CHANNELS = {16: Grid(4, 8, 8), 48: Grid(4, 16, 16)}
-"""Autoencoders by their number of latent channels: Wan 2.1's, and that of Wan 2.2 TI2V-5B."""
+"""Pixels per latent of Wan 2.1's autoencoder and of Wan 2.2 TI2V-5B's, keyed by latent channels."""
 
 
 class Wan(Transformer):
-    """WanTransformer3DModel, of text-to-video and image-to-video models."""
+    """diffusers' ``WanTransformer3DModel``, of text-to-video and image-to-video models."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "patch_size": (1, 2, 2),
@@ -51,7 +51,7 @@ class Wan(Transformer):
             self.added_tokens = config["pos_embed_seq_len"] or PICTURE_TOKENS
 
     def _check(self) -> None:
-        """Refuse half of an image-to-video model."""
+        """Refuse a configuration with only one of the two keys of image-to-video models."""
         if (self.config["image_dim"] is None) != (self.config["added_kv_proj_dim"] is None):
             self._require("added_kv_proj_dim", None)
             self._require("image_dim", None)
@@ -63,12 +63,12 @@ class Wan(Transformer):
 
     @property
     def patch(self) -> Grid:
-        """Latents of a token along frames, height and width."""
+        """Latents per token along frames, height and width."""
         return Grid(*self.config["patch_size"])
 
     @property
     def vae(self) -> Grid:
-        """Pixels of a latent."""
+        """Pixels per latent along frames, height and width."""
         return LATENT_CHANNELS.get(self.out_channels, LATENT_CHANNELS[16])
 
     @property
@@ -107,7 +107,7 @@ class Wan(Transformer):
         return tape.layer_norm(transformed, is_affine=True)
 
     def finish(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record the last norm, scaled and shifted by the time, and the last product."""
+        """Record the last norm, scaled and shifted by the time, and the output projection."""
         image = tape.input(tokens.image_rows, self.hidden)
         is_trained = tape.training.trains_all
         time = tape.input(self._time_rows(tokens), self.hidden, is_tracked=is_trained)
@@ -121,7 +121,7 @@ class Wan(Transformer):
         return [tape.linear(normed, self.out_width, "proj_out")]
 
     def _time_rows(self, tokens: Tokens) -> int:
-        """Return the rows of embedded times: of this rank's tokens, or of samples."""
+        """Return the number of embedded times: one per local image token, or one per sample."""
         return tokens.image_rows if tokens.has_time_per_token else tokens.samples
 
     def _block(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
@@ -188,7 +188,7 @@ class Wan(Transformer):
         q = tape.linear(x, self.hidden, "attn2.to_q")
         q = tape.rms_norm(q)
 
-        # The text's keys; then the picture's, whose output is added.
+        # Attention to the text, then to the picture, whose output is added.
         k, v = self._keys(tape, joined, rows - picture_rows, "attn2.to_k", "attn2.to_v")
         out = tape.local_attention(q, k, v, self.heads)
         if self.added_tokens:
@@ -202,7 +202,7 @@ class Wan(Transformer):
     ) -> tuple[Symbol, Symbol]:
         """Return keys and values of the text's or the picture's tokens.
 
-        In a batch these are parts of rows, which each product copies.
+        With several samples they are not contiguous, so each projection copies them first.
         """
         for_keys = tape.some_tokens(joined, rows, is_contiguous=True)
         for_values = tape.some_tokens(joined, rows, is_contiguous=True)

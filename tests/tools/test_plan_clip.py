@@ -27,7 +27,7 @@ def test_the_fastest_that_fits_comes_first_with_its_call(capsys):
     assert re.search(
         r"\d+ candidates, of which the best 3 are shown \(--top\); 0 refused, 1 too", out
     )
-    assert "too large 1: 81.9 GB, and these take 88.2 or more" in out
+    assert "too large 1: memory is 81.9 GB, but these take 88.2 or more" in out
     rows = rows_of(out)
     assert [row[0] for row in rows] == ["1", "2", "3"]
     for _, _, memory_by, ranks, seconds, tflops, share, *gigabytes, together in rows:
@@ -46,7 +46,7 @@ def test_adapters_pictures_and_one_gpu(capsys):
         main(["flux_dev", *("--height", "1024", "--width", "1024"), "--lora", "16", "--ddp"]) == 0
     )
     out = capsys.readouterr().out
-    assert "pictures of 1024 x 1024: 1 x 64 x 64 = 4,096 tokens, with 512 of text 4,608" in out
+    assert "pictures of 1024 x 1024: 1 x 64 x 64 = 4,096 tokens, with 512 of text: 4,608" in out
     assert "18.7 M of them trained, in adapters of 16" in out
     assert rows_of(out)[0][1:3] == ["alone", "whole weights"]
     assert "cp = shard(transformer)\n" in out
@@ -74,7 +74,7 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
         f"{WAN}, 4 GPUs of H100 80GB pod: all weights, sharded weights, checkpointing auto"
     )
     assert titles.split("  ")[0] == "GPUs a clip"
-    assert last == "of 81.9 GB a tenth is left to the allocator"
+    assert last == "a tenth of the 81.9 GB is left to the allocator"
     lengths = []
     for row, ranks in zip(rows, (1, 2, 4), strict=True):
         ranks_of_row, frames, size = re.split(r"  +", row.strip())
@@ -93,7 +93,7 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
     ("flags", "message"),
     [
         (["nothing"], "nothing: cannot be read"),
-        ([WAN, "--frames", "80"], "frames is 80; the autoencoder takes 1 and then 4 at a time"),
+        ([WAN, "--frames", "80"], "frames is 80, but the autoencoder takes 1 frame and then 4"),
         (
             [WAN, "--gpus", "1"],
             "1 tried takes 271.4; use more GPUs, --lora RANK or a smaller clip",
@@ -112,7 +112,7 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
         ),
         ([WAN, "--gpus", "0"], "gpus is 0"),
         ([WAN, "--vae", "4", "0", "8"], "vae is 4 0 8; its factors must be 1 or more"),
-        (["flux_dev", "--time-per-token"], "FluxTransformer2DModel has one time a sample"),
+        (["flux_dev", "--time-per-token"], "FluxTransformer2DModel has one time per sample"),
         (
             ["wan2.1_1.3b", "--context", "8", "--method", "ulysses"],
             "no method suits: ulysses_degree is 8 with 12 query and 12 key heads",

@@ -43,7 +43,7 @@ LINE_DEFAULTS = {"depths": 5, "form": "lines", "vocabulary": "full"}
 
 @one_line_errors
 def main(argv: list[str]) -> None:
-    """Run the command."""
+    """Run a subcommand: score, make, model or repeat."""
     args = _parse(argv)
     if args.command == "score":
         from tools.ruler.answers import score_run

@@ -75,9 +75,9 @@ def test_a_clip_makes_tokens(name, clip, tokens, attended):
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("wan2.1_14b", {"frames": 80}, "frames is 80; .* use 77 or 81"),
-        ("wan2.1_14b", {"height": 470}, "height is 470; a token has 16 pixels; use 464 or 480"),
-        ("wan2.2_ti2v_5b", {"width": 848}, "width is 848; a token has 32 pixels; use 832 or 864"),
+        ("wan2.1_14b", {"frames": 80}, "frames is 80, but .* use 77 or 81"),
+        ("wan2.1_14b", {"height": 470}, "height is 470, .* multiple of 16; use 464 or 480"),
+        ("wan2.2_ti2v_5b", {"width": 848}, "width is 848, .* multiple of 32; use 832 or 864"),
         ("flux_dev", {"frames": 5}, "frames is 5, but FluxTransformer2DModel makes pictures"),
         ("wan2.1_14b", {"frames": 0}, "frames is 0; it must be 1 or more"),
         ("wan2.1_14b", {"text": 0}, "text is 0; it must be 1 token or more"),
@@ -196,10 +196,10 @@ def test_bytes_between_products_are_counted(name, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"_class_name": "UNet2DModel"}, "_class_name is 'UNet2DModel'; the planner knows Wan"),
+        ({"_class_name": "UNet2DModel"}, "_class_name is 'UNet2DModel'; the planner knows only"),
         ({"_class_name": None}, "_class_name is None"),
         ({"window_size": [-1, -1]}, r"unknown key window_size \(value \[-1, -1\]\)"),
-        ({"image_dim": 1280}, "image_dim is 1280; the planner knows WanTransformer3DModel with"),
+        ({"image_dim": 1280}, "image_dim is 1280; the planner knows WanTransformer3DModel only"),
         ({"num_layers": "two"}, "num_layers is 'two'; it must be an integer of 1 or more"),
         ({"num_layers": 0}, "num_layers is 0; it must be an integer of 1 or more"),
         ({"num_layers": True}, "num_layers is True"),
@@ -218,7 +218,7 @@ def test_other_variants_of_hunyuan_video_and_flux_are_refused():
     hunyuan = CONFIGS["hunyuan"]
     with pytest.raises(ModelError, match="image_condition_type is 'token_replace'"):
         transformer_of({**hunyuan, "image_condition_type": "token_replace"})
-    with pytest.raises(ModelError, match=r"qk_norm is 'layer_norm'; .* 'rms_norm' only"):
+    with pytest.raises(ModelError, match=r"qk_norm is 'layer_norm'; .* only with 'rms_norm'"):
         transformer_of({**CONFIGS["hunyuan 1.5"], "qk_norm": "layer_norm"})
     with pytest.raises(ModelError, match="patch_size is 2"):
         transformer_of({**CONFIGS["flux"], "patch_size": 2})
@@ -234,7 +234,7 @@ def test_a_model_is_a_file_a_folder_a_pipeline_or_a_name(tmp_path):
     with pytest.raises(ModelError, match=r"none: cannot be read .* configs/diffusers: flux_dev"):
         load_transformer("none")
     file.write_text("[1]")
-    with pytest.raises(ModelError, match="no object of keys"):
+    with pytest.raises(ModelError, match="not a JSON object"):
         load_transformer(str(file))
     file.write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):

@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     sharding = parser.add_mutually_exclusive_group().add_argument
     sharding("--fsdp", action="store_true", help="shard weights over all GPUs (the default)")
     sharding("--ddp", action="store_true", help="keep whole weights on every GPU")
-    add("--checkpointing", choices=("auto", "full", "none"), default="auto")
+    add("--checkpointing", choices=("auto", "full", "none"), default="auto", help="auto: plan both")
     add("--dtype", choices=tuple(SIZES), default="bfloat16", help="(default: %(default)s)")
     add("--fits", action="store_true", help="print the largest clip that fits")
     add("--top", type=int, default=10, metavar="N", help="rows to show (default: %(default)s)")

@@ -109,11 +109,11 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
 
     observation = _as_rows(observation)
     action = _as_rows(action)
-    steps = {"observation": len(observation), "action": len(action), "reward": reward.size}
-    if len(set(steps.values())) > 1 or not reward.size:
+    if not 0 < len(observation) == len(action) == reward.size:
         raise DataError(
-            f"{where} has {steps} rows, but a step has one row of each; repair or remove the "
-            "episode"
+            f"{where} has {len(observation)} observations, {len(action)} actions "
+            f"and {reward.size} rewards; each step needs one row of each, so repair or remove "
+            "the episode"
         )
     for array in (observation, action, reward):
         if not np.isfinite(array).all():

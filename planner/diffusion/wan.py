@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from planner.diffusion.parts import Tokens, feed_forward, two_products
 from planner.diffusion.symbols import Symbol
 from planner.diffusion.tape import Tape
-from planner.diffusion.transformer import Blocks, Grid, Transformer
+from planner.diffusion.transformer import Blocks, Grid, ModelError, Transformer
 
 ROTATED_IN_BF16 = 30
 """Bytes per element that Wan's rotary positions read and write, forward."""
@@ -53,8 +53,10 @@ class Wan(Transformer):
     def _check(self) -> None:
         """Refuse a configuration with only one of the two keys of image-to-video models."""
         if (self.config["image_dim"] is None) != (self.config["added_kv_proj_dim"] is None):
-            self._require("added_kv_proj_dim", None)
-            self._require("image_dim", None)
+            raise ModelError(
+                f"image_dim is {self.config['image_dim']}, but added_kv_proj_dim is "
+                f"{self.config['added_kv_proj_dim']}; image-to-video models have both, others none"
+            )
 
     @property
     def inner(self) -> int:

@@ -163,7 +163,7 @@ def test_files_of_both_kinds_give_the_same_episode(tmp_path):
     ("row", "message"),
     [
         ({"observation": [0], "action": [0]}, "line 1 lacks reward"),
-        ({"observation": [0, 1], "action": [0], "reward": [0]}, "a step has one row of each"),
+        ({"observation": [0, 1], "action": [0], "reward": [0]}, "each step needs one row of each"),
         ({"observation": [0], "action": ["left"], "reward": [0]}, "a value that is not a number"),
         ({"observation": [0], "action": [0], "reward": [float("inf")]}, "not finite"),
         ([1], "not a JSON object"),

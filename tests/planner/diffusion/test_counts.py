@@ -199,7 +199,7 @@ def test_bytes_between_products_are_counted(name, dtype):
         ({"_class_name": "UNet2DModel"}, "_class_name is 'UNet2DModel'; the planner knows only"),
         ({"_class_name": None}, "_class_name is None"),
         ({"window_size": [-1, -1]}, r"unknown key window_size \(value \[-1, -1\]\)"),
-        ({"image_dim": 1280}, "image_dim is 1280; the planner knows WanTransformer3DModel only"),
+        ({"image_dim": 1280}, "image_dim is 1280, but added_kv_proj_dim is None"),
         ({"num_layers": "two"}, "num_layers is 'two'; it must be an integer of 1 or more"),
         ({"num_layers": 0}, "num_layers is 0; it must be an integer of 1 or more"),
         ({"num_layers": True}, "num_layers is True"),

@@ -2,12 +2,12 @@
 #
 # Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
 #   RUN     folder of the run, by default runs/ and the name of CONFIG            ARGS  more flags for the program
-#   CONFIG  TOML file of `make pretrain`            NPROC its processes: 4 on a CPU, or one for each of up to 8 GPUs
+#   CONFIG  TOML file of `make pretrain`            NPROC its processes; default 4 on a CPU, one for each GPU (at most 8)
 #   BENCH   program of `make bench`: attention, linear or memory, and with root link or link.attention
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
 #   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, dev, peers (targets that need one install it)
-#   PYTHON  interpreter that the environment is made with, 3.11 or newer          PY    one that has everything; then none is made
+#   PYTHON  interpreter that the environment is made with, 3.11 or newer          PY    one that has everything, to use instead of .venv
 
 VENV   ?= .venv
 CONFIG ?= configs/models/llama_tiny.toml
@@ -65,17 +65,17 @@ pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on
 	@$(call start,pretrain_gpt.py)
 	$(PY) -m tools.sample --load "$(RUN)"
 finetune ruler: RUN = runs/$@
-finetune: ## A tiny LLaMA of transformers, or MODEL=qwen3_5, taught to find lines at 1K tokens, extended to 4K, scored, exported (half an hour)
-ruler: ## A tiny LLaMA from random weights taught RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
+finetune: ## A tiny LLaMA of transformers, or MODEL=qwen3_5, trained to retrieve one line of a text of 1K tokens, extended to 4K, scored, exported (half an hour)
+ruler: ## A tiny LLaMA trained from random weights on RULER's single needles at 1K tokens, scored there and beyond (a quarter of an hour)
 finetune ruler: $(call extra,dev)
 	PY="$(PY)" NPROC="$(NPROC)" MODEL="$(MODEL)" PERCENT="$(PERCENT)" bash configs/runs/$@_tiny.sh "$(RUN)"
 dit: CONFIG = configs/models/dit_tiny.toml
 dit: $(READY) $(call extra,digits) ## A diffusion transformer on handwritten digits, then pictures. Goes on where RUN holds a checkpoint
 	@$(call start,pretrain_dit.py) && $(RANKS) $${fit%% *} -m tools.sample_dit --load "$(RUN)" --guidance 2
 
-test: $(call extra,dev) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses; CPU=sse4 or avx2 computes as on an older processor
+test: $(call extra,dev) ## The tests, but for the slow ones, in up to 4 processes; ARGS="tests/train -k config" chooses; CPU=sse4 computes as without AVX, CPU=avx2 as without AVX-512
 	$(TESTS) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
-test-slow: $(call extra,dev) ## The slow tests: training for 20 and 40 iterations where make test has 3 and 4
+test-slow: $(call extra,dev) ## The slow tests: for example, training for 20 and 40 iterations where make test trains 3 and 4
 	$(TESTS) -m slow $(ARGS)
 check: $(call extra,dev) ## Check format, lint, types and the links of all pages
 	@status=0; for step in "ruff format --check ." "ruff check ." mypy "pytest tests/test_docs.py -k links"; do \
@@ -84,21 +84,21 @@ format: $(call extra,dev) ## Rewrite the sources in the format that check wants,
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 
-bench: $(READY) ## Measure the attention, every method on 2 processes against one process; BENCH=linear, memory, link, link.attention: others
+bench: $(READY) ## Time the attention: every method on 2 processes, compared with one; BENCH=linear, memory, link or link.attention runs another program
 	$(PY) -m bench.$(BENCH) $(ARGS)
 peers: $(call extra,peers) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
 	$(PY) -m bench.peers --results bench/results $(ARGS)
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
 	@for paper in $(PAPERS); do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
 parity: MODULE = tests.parity.run ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
-chaos: MODULE = tests.chaos ## Kill, signal and start twice runs of 4 processes, compared with an undisturbed one, into bench/results/chaos.md (hours)
+chaos: MODULE = tests.chaos ## Kill runs of 4 processes, send them signals and start them twice; compare the results with an undisturbed run, into bench/results/chaos.md (hours)
 lasp-table: MODULE = papers.convergence ## LASP's table of convergence at small scale: 26 runs of 300 updates, into papers/results/ (20 minutes)
-rl-table: MODULE = papers.trajectories.attempts ## Ring Attention's table of trajectories in small: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
-nccl-check: MODULE = tests.nccl ## On 2 to 8 GPUs, in steps: links, every method, pipelines, meshes against one GPU, a killed rank; into bench/results/
+rl-table: MODULE = papers.trajectories.attempts ## Ring Attention's table of trajectories, at small scale: chains of 1 to 64 attempts, four runs, roll-outs, into papers/results/
+nccl-check: MODULE = tests.nccl ## On 2 to 8 GPUs, step by step: links; every method, pipelines and meshes compared with one GPU; the end of a run with a killed rank; into bench/results/
 parity chaos lasp-table rl-table nccl-check: $(READY)
 	@OMP_NUM_THREADS=1 exec $(PY) -m $(MODULE) $(ARGS)
 
-gpu-check: $(READY) ## On one CUDA device, step by step, in under 8 minutes: kernels, ranks, waits, rates, a run of 1B; into bench/results/
+gpu-check: $(READY) ## On one CUDA device, step by step, in under 8 minutes: errors of kernels, all ranks of every method, waits of the host, speed, training of a 1B model; into bench/results/
 	@$(if $(findstring --device cpu,$(ARGS)),,$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else \
 	  'error: this needs a CUDA GPU, and torch sees none here; nothing was installed or written')")
 	@$(if $(READY),$(MAKE) --no-print-directory $(call extra,dev))

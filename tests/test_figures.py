@@ -59,7 +59,6 @@ ALLOWED = {
         "114.33 19.9": "the paper's own",
         "162.6": "the paper's own, which papers.ring predicts",
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",
-        "13.5": "the largest difference above a floor, which tests/papers/test_lasp.py bounds",
         "2602.21196": "a paper's number",
         "81.9": "the memory in a cluster's file",
     },

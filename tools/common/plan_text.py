@@ -140,7 +140,7 @@ def bars(
 
     host_note = ""
     if host and host_bytes:
-        host_note = f", and {cluster.host_memory_gb:g} GB of the host's"
+        host_note = f" and {cluster.host_memory_gb:g} GB of host memory"
     lines = [f"memory of {owner}, which has {cluster.memory_gb:g} GB{host_note}:"]
     width = max(map(len, shown))
     for name, (count, room) in shown.items():

@@ -33,7 +33,7 @@ class Positions(NamedTuple):
     first: int = 0
     """Position of the first token, for example padding_idx + 1 in RoBERTa."""
     padding: int | None = None
-    """Token that gets no position and is not counted in later positions."""
+    """Id of the token that gets no position and is not counted in later positions."""
 
 
 FROM_ZERO = Positions()

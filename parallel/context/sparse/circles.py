@@ -155,7 +155,7 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     heads = np.flatnonzero(begin <= last_start[circles.circle])
     tails = np.flatnonzero(begin >= first_end[circles.circle])
 
-    # List every stop, and count how many of the stops up to it are stops of the arc's head.
+    # Sort the stops of both ends. For each, count the head's stops so far, itself included.
     stops = np.append(begin[heads], begin[tails] - arc_length[circles.circle[tails]])
     order = np.argsort(stops, kind="stable")
     start = stops[order]
@@ -163,8 +163,8 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     head = heads[num_heads - 1]
     circle = circles.circle[head]
 
-    # At every other stop the arc's tail reaches its next bead; the tail starts in the bead in which
-    # the line's first arc ends.
+    # At all other stops the arc's tail reaches its next bead. The tail starts in the bead in which
+    # the circle's first arc ends.
     first_tail = begin.searchsorted(first_end)
     num_tails = np.arange(1, len(start) + 1) - num_heads
     tail = num_tails + (first_tail - 1 - tails.searchsorted(first_tail))[circle]

@@ -226,7 +226,7 @@ class Geometry:
         return tuple(rounds)
 
     def team(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks for whose queries ``rank`` computes attention."""
+        """Return the ranks for which ``rank`` computes attention."""
         place = self.place(rank)
         return self.ranks_at(self.method.team(place, self.shape), place)
 

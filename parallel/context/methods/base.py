@@ -110,7 +110,7 @@ class Method:
         return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
-        """Return the ranks for whose queries ``rank`` computes attention.
+        """Return the ranks for which ``rank`` computes attention.
 
         Their queries are gathered before the rounds, and partial results are combined afterwards.
         """

@@ -321,7 +321,7 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _lock(handle: int) -> bool | None:
-    """Take the kernel's lock; return False if another process has it, None if locks do not work."""
+    """Take the kernel's lock: True if taken, False if held elsewhere, None if locks do not work."""
     try:
         # flock is not used: its locks outlive the process in forked children.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -148,7 +148,7 @@ class Names:
         return replace(self, layer={**self.layer, **layer}, **changes)
 
     def under(self, root: str) -> "Names":
-        """Return the table for a model with a vision part; its text part has the prefix ``root``."""
+        """Return the table for a model with a vision part; ``root`` is the text part's prefix."""
         top = {**self.top, "embedding": f"{root}.embed_tokens", "norm": f"{root}.norm"}
         return replace(self, top=top, layers=f"{root}.layers")
 

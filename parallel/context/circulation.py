@@ -220,5 +220,5 @@ def _add(sums: Tensors, rows: Rows, parts: Tensors) -> None:
 
 
 def _parts(rows: Rows, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield each interval of ``rows`` with its part of x, which stores them back to back."""
+    """Yield each interval of ``rows`` with its part of x, in which the parts lie back to back."""
     return zip(rows, x.split([end - first for first, end in rows], 1), strict=True)

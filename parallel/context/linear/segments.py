@@ -165,7 +165,7 @@ class ScanPart(NamedTuple):
 
     @property
     def link(self) -> Segment:
-        """Segment through which a state enters or leaves; a part that has one has no other."""
+        """Segment through which a state enters or leaves the part; it is then the only one."""
         return self.segments[0]
 
     def of(self, x: Tensor) -> Tensor:

@@ -30,13 +30,13 @@ import numpy as np
 from parallel.context.sparse.beads import Circles, progression
 
 TOLERANCE = 0.003
-"""Fraction of its work by which a place may have too much or too little, so that cuts can fall on
-document boundaries.
+"""Fraction by which a place's work may differ from its share, so that cuts can fall on document
+boundaries.
 """
 
 
 class Arcs(NamedTuple):
-    """Arcs at a position on their circles, with their work there: int64 ``[arcs]`` each.
+    """Arcs, each at a position on its circle, with its work there: int64 ``[arcs]`` per field.
 
     After moving on by ``n`` tokens, up to ``room`` (the distance to the next stop, see ``turn``),
     the surplus is ``surplus + n * gain + n * (n - 1) / 2 * bend``.

@@ -27,7 +27,7 @@ from runtime.errors import UserError
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of queries to these keys, with a backend that computes single tiles.
+    """Compute the attention of one block, with a backend that computes single tiles.
 
     Returns:
         out ``[B, T, H, D]`` (on a GPU in the inputs' dtype, else float32 or wider) and lse ``[B, T,
@@ -55,7 +55,7 @@ def block_backward(
 
 
 def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the results of rows ``[B, T, H]`` over no keys: out of 0 and lse of -inf."""
+    """Return results for ``rows`` ([B, T, H]) that have seen no key yet: out is 0, lse is -inf."""
     out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)  # [B, T, H, D]
     lse = torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)  # [B, T, H]
     return out, lse
@@ -138,8 +138,8 @@ def select_backend(
 ) -> AttentionKernel:
     """Return the kernel of backend ``name`` for this device and dtype.
 
-    ``auto`` takes the fastest usable backend. With ``documents``, tiles have different shapes in
-    each micro-batch, so it takes no backend that compiles for each shape.
+    ``auto`` takes the fastest usable backend. With ``documents`` it skips backends that compile for
+    each shape, since tiles then have different shapes in each micro-batch.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or
@@ -197,7 +197,7 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
 
 
 def flip_if_anti(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Reverse the tokens of an ANTI block; a second call reverses the results back."""
+    """Reverse the tokens if the block is ANTI; a second call reverses the results back."""
     if kind != ANTI:
         return tensors
     return tuple(x.flip(1) for x in tensors)

@@ -115,7 +115,7 @@ def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def in_one_piece(x: Tensor) -> Tensor:
-    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be, or an lse unchanged."""
+    """Return x ``[B, T, H, D]``, copied unless its heads are contiguous; an lse is not copied."""
     return x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -160,7 +160,7 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add a sink to the softmax denominator of every row.
 
-    A row without keys, with out 0 and lse -inf, still has out 0, and its lse is the sink's score.
+    A row without keys (out 0, lse -inf) keeps out 0, and its lse becomes the sink's score.
 
     Args:
         out, lse: global results of the rows, float32 or wider.

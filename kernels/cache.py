@@ -25,7 +25,7 @@ Any more rows begin a new part: appending to one tensor of all rows would copy t
 every token.
 """
 ROWS_PER_STEP = 1 << 14
-"""Number of rows to attend to in one step, whose scores and float32 keys exist together."""
+"""Number of cache rows to attend to in one step; bounds the memory of scores and float32 keys."""
 
 
 class KVCache:
@@ -210,7 +210,8 @@ class States:
     ) -> Callable[[Tensor], Tensor] | None:
         """Save a layer's new rows, and return the function that attends with q to all rows.
 
-        Returns None for the first tokens: they see only each other, as in an ordinary attention.
+        Returns None for the first tokens, which ordinary attention computes: they see only each
+        other.
 
         Args:
             k, v: [B, T, G, D].

@@ -3,9 +3,9 @@
 torch's kernel steps over the keys 512 at a time, and computes all pairs of such a step, hidden or
 not. So a larger CAUSAL or ANTI square is first halved until each part fits into one step. It is
 then cut into strips, and each strip drops the hidden keys, or queries, at its side. The forward
-pass takes strips of rows, each with all the keys that its queries see: a row is written once and
-not merged with itself. The backward pass takes strips of columns, so that dk and dv of a key are
-complete at once.
+pass takes strips of rows, each with all the keys that its queries see, so each row's result is
+complete at once and needs no merge. The backward pass takes strips of columns, so that dk and dv of
+a key are complete at once.
 
 With one thread, if oneDNN is faster on this processor than MKL, which torch's kernel uses,
 ``kernels.cpu_onednn`` computes the strips.
@@ -29,13 +29,16 @@ aten = torch.ops.aten
 Strip = tuple[slice, slice, bool, Tensor | None]
 """Rows and columns of a strip, True if it is causal, and its additive mask or None."""
 LARGE = 1 << 16
-"""Minimum number of elements in q of one head group for which each group gets its own call."""
+"""If one head group's q has at least this number of elements, each group is computed by its own
+call."""
 
 
 class Strips(NamedTuple):
-    """Strip sizes, in tokens.
+    """Sizes, in tokens, by which tiles are cut for the CPU kernel.
 
-    ``square`` is the kernel's step over keys: every row must see at least one key in each step.
+    Triangular tiles are halved until they are squares of at most ``square``, the kernel's key block
+    size, so that no row is fully masked in a key block. Squares are then cut into strips of
+    ``rows`` (forward) or ``columns`` (backward).
     """
 
     square: int
@@ -92,7 +95,8 @@ class Strips(NamedTuple):
     def _head_groups(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield the query heads to compute in one call, with their key/value heads.
 
-        A kernel's results for all heads are as large as q, so large heads go one group at a time.
+        A kernel's results for all heads are as large as q, so large heads are computed one group at
+        a time.
         """
         kv_heads = k.shape[1]
         group_size = q.shape[1] // kv_heads
@@ -114,7 +118,7 @@ class Strips(NamedTuple):
                 yield from self.cut([tile], dtype, by_rows=by_rows)
 
     def cut(self, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool) -> Iterator[Strip]:
-        """Yield the tiles, with squares split into strips of rows, or of columns."""
+        """Yield FULL tiles as they are, and other tiles as strips of rows or of columns."""
         for tile in chain.from_iterable(halved(tile, self.square) for tile in tiles):
             if tile.kind == FULL:
                 yield tile.q, tile.k, False, None
@@ -138,7 +142,7 @@ class Strips(NamedTuple):
 
 
 def _cuts(side: int, step: int) -> list[int]:
-    """Split ``side`` tokens into strips of ``step``; the last has 0.5 to 1.5 times as many."""
+    """Return the bounds of strips of ``step`` tokens; the last has 0.5 to 1.5 times as many."""
     return [*range(0, max(1, side - step // 2), step), side]
 
 

@@ -4,9 +4,9 @@ Queries are processed in blocks of ROWS, and each block's keys in steps of COLUM
 scores stays in the L2 cache while it is computed, exponentiated and used. This is for large strips,
 on processors on which oneDNN is faster than MKL, which torch's kernel uses (``kernels.operators``).
 
-Exponentials are powers of two: the queries are scaled by log2(e) first, and lse is scaled back at
-the end. torch's ``exp`` is MKL's too, and takes four times as long as its ``exp2`` on AMD's
-processors.
+Exponentials are computed as powers of two, because torch's ``exp``, which is MKL's too, takes four
+times as long as its ``exp2`` on AMD's processors. So the queries are scaled by log2(e) first, and
+lse is scaled back at the end.
 
 Several steps over keys are merged by their maxima and sums (the log-sum-exp merge): with the
 maximum m_i, the sum s_i and the product p_i of step i, and m the largest m_i, out is
@@ -33,8 +33,8 @@ from runtime.tensors import accum_dtype
 ROWS = 192
 """Number of queries in a block.
 
-A matmul sums its rows one after the other, in float32: gradients of keys that sum more queries at
-once differ by more than a process's own rounding (tests/parallel/context/test_executor.py). The
+A matmul sums its rows one after the other in float32. With more queries in a block, the keys'
+gradients would differ by more than rounding explains (tests/parallel/context/test_executor.py). The
 forward pass does not sum over queries, so its blocks may have more.
 """
 COLUMNS = 7 * 192
@@ -42,11 +42,12 @@ COLUMNS = 7 * 192
 MAX_SCORES = 1 << 18
 """Maximum number of scores in a block; they take 1 MiB."""
 MIN_WORK = 1 << 22
-"""Minimum number of scores times head channels; below it, calls take longer than the matmuls."""
+"""Minimum number of scores times head channels; below it, the overhead of the calls exceeds the
+time of the matmuls."""
 MIN_WIDTH = 32
 """Minimum number of channels of a head with which oneDNN is faster."""
 GRAIN = 64
-"""Strips with multiples of this number of rows and columns have few distinct shapes.
+"""If the rows and columns of strips are multiples of this number, few distinct shapes occur.
 
 oneDNN compiles a matmul for every new shape, which takes 0.5 ms, and keeps the last 1,024 of them,
 0.7 GB at most.

@@ -1,12 +1,12 @@
-"""Wrap GPU library kernels: pack many small tiles into one launch, pad heads, and fall back.
+"""Wrap kernels of GPU libraries: pack small tiles into one launch, pad heads, and fall back.
 
 A tile of a packed document can be far too small for a GPU, and a launch for each would cost more
 than its work. So all CAUSAL and ANTI tiles of a round share one launch, and all FULL ones another,
 as the variable-length sequences of FlashAttention. An ANTI tile is a CAUSAL one with its rows and
 columns packed last to first. Rows are copied only if they are not in order already.
 
-The results are added back in passes. No row and no column appears twice in a pass, so no two
-threads add to the same number, and the result does not depend on their order.
+The results are added to the unpacked tensors in passes. No row and no column appears twice in a
+pass, so no two threads add to the same number, and the result does not depend on their order.
 
 Shapes as in ``kernels.attention``. Packed tensors hold the R rows and C columns of all tiles of a
 launch: q, dout and out ``[R, H, D]``; k and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
@@ -89,7 +89,7 @@ def with_fallback(
     Args:
         name: the backend, for the message.
         limit: the kernel's limit, for the message: "takes heads of up to 128 channels".
-        takes: returns True for (q, k) that the kernel takes.
+        takes: returns True if ``kernel`` supports (q, k).
         fallback: the other kernel; if None, the returned functions raise UserError instead.
     """
 
@@ -179,7 +179,10 @@ class PackedKernel:
     def add_gradients_(
         self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Add the gradients through these tiles to (dq, dk, dv), contiguous tensors, in place."""
+        """Add the gradients through these tiles to (dq, dk, dv), in place.
+
+        All three are contiguous.
+        """
         tile_launches = launches(tiles, rows.q, keys.k)
         dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in sums)
         flat_rows = [in_one_piece(x).flatten(0, 1) for x in rows]

@@ -18,7 +18,7 @@ Family = Literal["", "hopper", "h20", "blackwell"]
 
 
 class Gpu(NamedTuple):
-    """This process's GPU, the loaded cuDNN, and the cuDNN that torch was built with."""
+    """This process's GPU, the loaded cuDNN, and the cuDNN that torch requires."""
 
     capability: tuple[int, int] = (0, 0)
     cudnn: int = 0

@@ -109,7 +109,7 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
 
 
 def scan_of(backend: str) -> Scan:
-    """Return the scan function of a backend name from ``select_linear_backend``."""
+    """Return the scan function of a backend, named as by ``select_linear_backend``."""
     return BACKENDS[backend].linear_scan()
 
 

@@ -17,7 +17,7 @@ SCAN_CHUNK = 64
 class Chunks:
     """Assignment of tokens to chunks; no chunk spans two documents.
 
-    A chunk has C slots for tokens. The last one of a document may leave some slots empty.
+    A chunk has C slots for tokens. The last chunk of a document may leave some of them empty.
     """
 
     index: Tensor | None
@@ -76,9 +76,9 @@ def scan(
     time is mirrored: ``state`` is the gradient of the state after the last token, and final is the
     gradient of the state before the first token.
 
-    A chunk's output has two parts: the scores of its own pairs, decayed by their distance, and a
-    read of the state that enters it. The states between chunks are a short recurrence over what
-    each chunk adds.
+    A chunk's output is the sum of two parts: attention among the chunk's own tokens, with scores
+    that decay with distance, and the product of the queries and the state that enters the chunk.
+    The states between chunks come from a short recurrence that adds one chunk at a time.
 
     Returns:
         out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider.

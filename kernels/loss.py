@@ -189,7 +189,7 @@ class _Gradients:
     def times(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the gradients of x and of all parameters, times ``factor``, in their dtypes.
 
-        A tensor that needs no gradient has None.
+        The gradient is None for a tensor that needs none.
         """
         if factor is not None:
             # The factor keeps one dimension: a scalar would be rounded to bfloat16 before the

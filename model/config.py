@@ -103,7 +103,7 @@ class DecoderConfig(LoraConfig, ABC):
         """Build one layer (0 is the first): a module (x, positions, mask, states) -> [B, T, C]."""
 
     linear_attention = False
-    """True if attention keeps a state instead of keys and values, in a hybrid only in most layers.
+    """True if attention keeps a state instead of keys and values; in a hybrid, in most layers.
     """
     delta_rule = False
     """True if layers without softmax attention use a gated delta rule."""
@@ -175,7 +175,7 @@ class DecoderConfig(LoraConfig, ABC):
         return self.max_position_embeddings or 0
 
     def with_rope_length(self: C, length: int) -> C:
-        """Return a copy with dynamic rope scaling for this length; itself without such scaling."""
+        """Return a copy with dynamic rope scaling for this length; without such scaling, itself."""
         return self
 
     @property
@@ -309,10 +309,10 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the feed-forward; by default 8/3 of hidden_size, rounded up to 64.
+        """Inner width of the feed-forward.
 
-        With 8/3, SwiGLU's three matrices have as many weights as the two of a GELU feed-forward
-        with 4 x hidden_size.
+        By default it is 8/3 of hidden_size, rounded up to a multiple of 64. With 8/3, SwiGLU's
+        three matrices have as many weights as the two of a GELU feed-forward with 4 x hidden_size.
         """
         return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 

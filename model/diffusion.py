@@ -22,7 +22,7 @@ Method = Literal["ddim", "ddpm", "euler"]
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """The objective, and the distribution from which training draws times."""
+    """The objective, and the distribution from which training samples timesteps."""
 
     objective: Literal["ddpm", "v_prediction", "rectified_flow"] = "ddpm"
     """Target that the model predicts. ddpm: the noise, as in the original DiT; v_prediction:

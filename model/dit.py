@@ -1,8 +1,8 @@
 """Diffusion transformers with adaLN-Zero, for images and video (Peebles & Xie 2023).
 
-The paper is arXiv:2212.09748. Time and label become one vector per sample, from which every layer
-computes shifts, scales and gates ("modulation"). Gates start at 0, so each layer starts as the
-identity.
+The paper is arXiv:2212.09748. Timestep and label become one vector per sample, from which every
+layer computes shifts, scales and gates ("modulation"). Gates start at 0, so each layer starts as
+the identity.
 
 Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; latents have F
 frames, H height, W width. The elements of a patch, in inputs and outputs, are in the order frames,
@@ -25,7 +25,7 @@ from model.parts.projections import Linear
 from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, xavier_inits
 
 FREQUENCIES = 256
-"""Number of sines and cosines that encode a time."""
+"""Number of channels of the sinusoidal timestep embedding."""
 full_sdpa = partial(sdpa, causal=False)
 """Full attention on one device that has all patches: an ``Attend`` without windows or sinks."""
 
@@ -94,7 +94,7 @@ def _sines(size: int, channels: int, device: torch.device) -> Tensor:
 
 
 class TimeEmbedding(nn.Module):
-    """Embed times, [B] -> [B, C]: an MLP of their cosines and sines, float32 as in the original."""
+    """Timestep embedding, [B] -> [B, C]: an MLP of sinusoids, float32 as in the original."""
 
     INIT: ClassVar[Inits] = {"mlp.0": "normal", "mlp.2": "normal"}
     SPLIT: ClassVar[Splits] = {"mlp.0": "whole", "mlp.2": "whole"}
@@ -228,7 +228,7 @@ class DiT(nn.Module):
         Args:
             x: noisy patches [B, T, patch_width].
             positions: global positions [T].
-            times: times [B].
+            times: timestep of each sample, [B].
             labels: integers [B]; num_classes means no label.
             mask: the micro-batch's mask, passed to every attention (``Attend``).
 
@@ -269,7 +269,7 @@ class DiT(nn.Module):
     def keep(self, layers: range) -> None:
         """Drop all layers except these, in place; parameters keep their names.
 
-        The patch embedding stays with the first layer, the final layer with the last, time and
+        The patch embedding stays with the first layer, the final layer with the last, timestep and
         label embeddings with every part.
         """
         has_last = len(self.layers) - 1 in layers
@@ -300,8 +300,8 @@ def multiply_adds(config: DiTConfig) -> int:
     """Count the multiply-adds in the forward pass of one sample.
 
     The paper calls multiply-adds flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per
-    layer. Linear layers of the time embedding and the modulation run once per sample, the others
-    once per patch.
+    layer. Linear layers of the timestep embedding and the modulation run once per sample, the
+    others once per patch.
     """
     total = 2 * config.num_layers * config.num_patches**2 * config.hidden_size
     for name, module in _on_meta(config).named_modules():

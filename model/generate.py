@@ -1,4 +1,4 @@
-"""Generate text one token at a time: draw tokens, check lengths, and loop over new tokens.
+"""Generate text one token at a time: sample tokens, check lengths, and loop over new tokens.
 
 The loop does not depend on the model: a function ``Read`` takes tokens and returns the next ones,
 on one device or on all ranks of a mesh (``train/generation.py``).
@@ -21,18 +21,18 @@ class DivergedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Draws the next token from softmax(logits / temperature), in float32.
+    """Samples the next token from softmax(logits / temperature), in float32.
 
-    top_k and top_p restrict the draw to the likeliest tokens.
+    top_k and top_p restrict sampling to the likeliest tokens.
     """
 
     temperature: float = 0.0
     """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Number of likeliest tokens from which to draw; by default all tokens."""
+    """Number of likeliest tokens to sample from; by default all tokens."""
     top_p: float | None = None
-    """Draw only from the fewest likeliest tokens, among top_k, whose probabilities sum to at least
-    this number (Holtzman et al. 2020)."""
+    """Sample only from the fewest likeliest tokens, among top_k, whose probabilities sum to at
+    least this number (Holtzman et al. 2020)."""
     generator: torch.Generator | None = None
     """Random generator on the logits' device."""
 
@@ -46,7 +46,7 @@ class Draw:
         require(self, in_range, "top_p", "it must be above 0 and at most 1, or left out")
 
     def __call__(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """Draw a token [B] for each last hidden state [B, C] and its logits [B, V].
+        """Sample a token [B] for each last hidden state [B, C] and its logits [B, V].
 
         Raises:
             DivergedError: the logits are not finite, or a norm overflowed.
@@ -100,7 +100,8 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: 
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise UserError(f"prompt {number} has no tokens; give at least one")
-        # One token more than the table is allowed, since the last token is drawn but never read.
+        # A sequence may exceed the position table by one token: the last one is sampled, but never
+        # fed to the model.
         if table is not None and len(prompt) + max_new_tokens > table + 1:
             raise UserError(
                 f"prompt {number} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, "
@@ -138,8 +139,8 @@ def write(
     """Return the new tokens of each prompt.
 
     Args:
-        begin: function that forgets all earlier tokens and returns a ``Read``; the first call of
-            this gets the prompts padded on the right.
+        begin: function that forgets all earlier tokens and returns a ``Read``, whose first call
+            gets the prompts, padded on the right.
         max_new_tokens: maximum number of new tokens per prompt.
         stop: ids of tokens that end a text; they are not returned.
         alike: True to batch only prompts of equal length, as recurrent models need.

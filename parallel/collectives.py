@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes, keyed by size in bytes, as which the bits of other dtypes are read."""
+"""Integer dtypes for reading the bits of other dtypes of the same size; keyed by size in bytes."""
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -26,8 +26,8 @@ Nine families of tiny models in float32 and bfloat16 reached a factor of 2.3; wr
 windows or documents gave 25 and more, unless bfloat16 hid them.
 """
 ROUNDINGS = 1e3
-"""Size of an error, in roundings, that is always accepted in float32 and float64. One process may
-be exact by chance, and then its error is no yardstick for the error of the ranks.
+"""Error of the ranks, as a multiple of the rounding error, that is always accepted in float32 and
+float64. One process may be exact by chance, and then its error is no yardstick.
 """
 MIN_SCALE = 1e-6
 """Minimum divisor of a gradient's error, as a fraction of the largest element of all gradients.
@@ -156,7 +156,7 @@ def compare_losses(
         paused: a context in which the model computes in one process.
         sharded: terms of a rank's share of the loss; the ranks' shares add up to the loss.
         one_process: terms of the whole loss.
-        exact: the same for a copy of the model in float64.
+        exact: terms of the whole loss, for a copy of the model in float64.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = _trained(model)
@@ -278,7 +278,7 @@ def mean_loss(
     world: dist.ProcessGroup | None,
     count: Tensor | int | None = None,
 ) -> Tensor:
-    """Return the mean of all ranks' terms, whose gradients are to be averaged over ``world``.
+    """Return the mean of all ranks' terms; its gradients are to be averaged over ``world``.
 
     Args:
         loss_sum: sum of this rank's terms.

@@ -338,7 +338,7 @@ class Runner:
         return parameters
 
     def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
-        """Accumulate the gradients of the summed loss / ``valid``; return this rank's share of it.
+        """Accumulate gradients of the loss sum / ``valid``; return this rank's share of the loss.
 
         The loss is float64, so that summing over micro-batches and ranks adds no rounding.
         """

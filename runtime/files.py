@@ -22,8 +22,8 @@ _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 LOCK = ".lock"
 """Name of the lock file in a folder, which exists while a process owns the folder."""
 _OWNED: set[tuple[int, str]] = set()
-"""(pid, lock) of the locks that this process holds. fcntl would grant it one lock twice, and
-closing either handle would release both."""
+"""(pid, path) of each lock that this process holds. fcntl would grant a process the same lock
+twice, and closing either handle would release both."""
 Drafts = Callable[..., tuple[Path, ...]]
 """Function that returns a draft path beside each given path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -43,7 +43,7 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextmanager
 def drafting() -> Iterator[Drafts]:
-    """Yield a function that maps paths to drafts beside them; rename these when the block ends.
+    """Yield a function that maps paths to drafts beside them; rename the drafts at the end.
 
     A draft may be a file or a folder; a folder needs a path that is free or an empty folder. All
     drafts are fsynced, then renamed in the order of the calls, and then the folders around them are

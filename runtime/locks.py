@@ -199,7 +199,9 @@ def _in_use_error(message: str, holder: _Snapshot) -> InUseError:
 
 
 def _holder(path: Path, handle: int, created: bool) -> _Snapshot | None:
-    """Return the holder of a lock; None if this process created the file, or if it was replaced."""
+    """Return the holder of a lock; None if this process created the file, or the file was
+    replaced.
+    """
     locked = _lock(handle)
     while created and locked is False:
         time.sleep(0.05)  # another process is looking at the empty file, and will let go
@@ -319,7 +321,7 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _lock(handle: int) -> bool | None:
-    """Take the kernel's lock; False if another process has it, None if locks do not work."""
+    """Take the kernel's lock: True if taken, False if held elsewhere, None if locks do not work."""
     try:
         # flock is not used: its locks outlive the process in forked children.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

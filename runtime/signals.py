@@ -56,7 +56,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Treat SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block ends.
+    """Within the block, treat SIGTERM, SIGUSR1 and SIGHUP as requests to end the process.
 
     Call in the main thread. Another thread reads them: Python's own handlers would run only after
     the collective in which the main thread waits. Signals that the process ignores (under nohup,

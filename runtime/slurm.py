@@ -15,7 +15,8 @@ PORTS = 12_000
 
 
 ENDINGS = "LONGMESH_ENDINGS"
-"""Environment variable with the folder in which slurm/job.sh expects one file per rank."""
+"""Environment variable that names the folder where each rank leaves its exit status and error
+message for slurm/job.sh."""
 AGAIN = 75
 """Exit status (EX_TEMPFAIL of sysexits.h) if another process caused the failure, so that the next
 start may succeed.
@@ -37,8 +38,9 @@ def leave_ending(status: int, message: str) -> None:
 def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task of srun.
 
-    They are empty unless srun started several tasks, none of them a torchrun: a step of one task,
-    such as a shell, or a batch script is not a rank. MASTER_ADDR and MASTER_PORT are kept if set.
+    The result is empty unless srun started several tasks, none of them a torchrun: a batch script,
+    or a step of one task, such as a shell, is not a rank. MASTER_ADDR and MASTER_PORT are kept if
+    set.
 
     Raises LaunchError if one of Slurm's variables is missing or invalid, or contradicts a variable
     of torchrun that is set.

@@ -88,7 +88,7 @@ def _relative(inner: Part, outer: Part) -> Part:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random generator for a parameter (or any other) name."""
+    """Return the random generator for a name, such as that of a parameter."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 

@@ -41,8 +41,8 @@ TIMED_OUT = re.compile(
     re.I,
 )
 POLL_SECONDS = 0.05
-"""Time between two reads of the store. Reads are counted instead of the clock, since load slows all
-ranks."""
+"""Time between two reads of the store. Time limits count these reads instead of reading the clock,
+since load slows all ranks."""
 MAX_SLOWDOWN = 10
 """Factor by which a loaded machine may slow down an exchange through the store."""
 GRACE_SECONDS = 1.5
@@ -139,9 +139,9 @@ def first_to_report(seconds: float) -> Iterator[bool]:
     """Yield True on the first rank to arrive, which reports why the run fails.
 
     Also works before the process group exists, through the launcher's store. A rank that cannot
-    reach it reports: better twice than never. At the end the ranks wait for each other for up to
-    ``seconds``, because the launcher ends the others once one exits, and any rank may host the
-    store.
+    reach the store reports too: better twice than never. At the end the ranks wait for each other
+    for up to ``seconds``, because the launcher ends the others once one exits, and any rank may
+    host the store.
     """
     store: dist.Store | None = None
     world_size = 1

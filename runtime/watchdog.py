@@ -39,7 +39,7 @@ LEAST_STEPS = 3
 ROLL_SECONDS = 2.5
 """Time that the roll call of a hang may take on an idle machine."""
 WRITE_SECONDS = 10.0
-"""Time that the ranks that answered have to write their stacks, on an idle machine."""
+"""Time in which the ranks that answered must write their stacks, on an idle machine."""
 HANG = "longmesh/hang"
 DUMP = signal.SIGUSR2
 """Signal on which a `Process` writes its Python stacks into its file, even if no thread can take
@@ -201,7 +201,9 @@ class Watchdog:
     def _report(
         self, waited: float, answers: WaitPoints | None, local: WaitPoints, lost: list[int]
     ) -> None:
-        """Print the ranks that did not answer, then those that wait together, fewest first."""
+        """Print the ranks that did not answer, then groups that wait together, the smallest
+        first.
+        """
         positions = answers or local
         ranks_by_wait = defaultdict[str, list[int]](list)
         for rank, (collective, line) in positions.items():

@@ -1,7 +1,7 @@
 """Classify the keys of rows and turns as metadata, loss flags, or content.
 
 A key that the template names is passed on to it. Of the other keys, known metadata is ignored, keys
-that must not get lost (pictures, thoughts, preferences, loss masks) are refused, and the rest is
+that must not get lost (pictures, reasoning, preferences, loss masks) are refused, and the rest is
 counted and reported. So no part of a conversation is lost silently, and a data set with ordinary
 metadata still needs no cleaning.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from runtime.errors import DataError
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys that may hold a turn's thought (its reasoning), in the order of the transformers library."""
+"""Keys that may hold a turn's reasoning, in the order of the transformers library."""
 MARKS = (
     "train",
     "training",
@@ -102,7 +102,7 @@ class Reads:
 
     @property
     def thoughts(self) -> bool:
-        """True if the template reads the thought of an assistant's turn."""
+        """True if the template reads the reasoning of an assistant's turn."""
         return not self.names.isdisjoint(THOUGHTS)
 
 
@@ -114,7 +114,7 @@ def says_nothing(value: Any) -> bool:
 def is_unread(where: str, key: str, value: Any) -> bool:
     """Return whether to report a key that the template does not read.
 
-    Raises DataError if the key holds content that must not be lost (such as pictures, a thought or
+    Raises DataError if the key holds content that must not be lost (such as pictures, reasoning or
     a preference), or looks like a loss mask.
     """
     if says_nothing(value):
@@ -155,7 +155,7 @@ def refuse_pictures(where: str, key: str, value: Any) -> None:
 
 
 def mark_of(where: str, contents: Mapping[str, Any]) -> bool | None:
-    """Return the loss flag of a row or turn: True for learned, False for not, None without flag.
+    """Return the loss flag of a row or turn: True if learned, False if not, None without a flag.
 
     Raises DataError if a flag is not true, false, 1 or 0, or if two flags contradict each other.
     """

@@ -137,7 +137,7 @@ def _window_before(turns: Sequence[Turn], previous: int) -> list[int]:
     """Return the numbers of a few turns that end with the ``previous`` answer.
 
     These are the system's turns and the turns from a question on: some templates refuse a
-    conversation that begins with an answer, and some write a thought only after the last question.
+    conversation that begins with an answer, and some write reasoning only after the last question.
     """
     leading = 0
     while turns[leading]["role"] in ("system", "developer"):

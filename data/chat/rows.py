@@ -219,7 +219,10 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
 
 
 def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's chat_template_kwargs. Raises DataError if they are no object or its JSON."""
+    """Return a row's chat_template_kwargs.
+
+    Raises DataError if they are neither an object nor its JSON.
+    """
     kwargs = row.get("chat_template_kwargs")
     if isinstance(kwargs, str) and kwargs.strip():
         kwargs = parsed("it has chat_template_kwargs", kwargs)

@@ -1,6 +1,6 @@
 """Replace a conversation's texts by numbers, to see which texts a template writes, and where.
 
-A template may drop a turn, change its text or leave out a thought, and a model would then learn
+A template may drop a turn, change its text or leave out its reasoning, and a model would then learn
 something that is not in the data. Searching the rendered text for a turn's text does not detect
 this, because a short text such as "4" may be found by chance. So the conversation is rendered once
 more, with a number between two marks in place of each text, each called function with its
@@ -32,17 +32,17 @@ class Watched(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or the default."""
+        """Return the value of a key, or the default, and record the key as read."""
         self.read.add(key)
         return super().get(key, default)
 
     def items(self) -> Any:
-        """Return all keys with their values."""
+        """Return all keys with their values, and record all as read."""
         self.read.update(self)
         return super().items()
 
     def values(self) -> Any:
-        """Return all values."""
+        """Return all values, and record all keys as read."""
         self.read.update(self)
         return super().values()
 
@@ -54,7 +54,7 @@ class Spoken:
     turn: int | None
     """Number of the turn that has the text, from 0; None for a tool."""
     kind: str
-    """Kind of text: "content", "thought", "tool_calls" or "tools"."""
+    """Kind of text: "content", "thought" (reasoning), "tool_calls" or "tools"."""
     text: str | None
     """The text itself if the template must write it unchanged; None if it may change it."""
     in_json: bool = False
@@ -110,7 +110,7 @@ class StandIns:
             if thought.strip():
                 stand_in = self._number(Spoken(number, "thought", thought))
                 changed.update({name: stand_in for name in THOUGHTS if name in turn})
-            break  # the other keys hold the same thought
+            break  # the other keys hold the same reasoning
 
         content = turn.get("content")
         if isinstance(content, list):
@@ -174,7 +174,7 @@ class RenderedText:
                 return True
         if "</think>" not in stripped:
             return False
-        # Templates put line breaks around a thought that is part of the content.
+        # Templates put line breaks around reasoning that is part of the content.
         if self._squeezed is None:
             self._squeezed = "".join(self.text.split())
         return "".join(stripped.split()) in self._squeezed

@@ -170,9 +170,9 @@ def _text_of_part(where: str, part: Any) -> str:
 
 
 def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
-    """Return a turn's thought under each key that templates read, as transformers does.
+    """Return a turn's reasoning under each key that templates read, as transformers does.
 
-    Raises DataError if the thought is not text, or if the template does not read it.
+    Raises DataError if the reasoning is not text, or if the template does not read it.
     """
     thoughts = {name: turn[name] for name in THOUGHTS if not says_nothing(turn.get(name))}
     for name, thought in thoughts.items():

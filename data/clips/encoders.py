@@ -29,7 +29,7 @@ class Folder:
     config: dict[str, Any]
 
     def described(self) -> dict[str, str]:
-        """Return the description of the model for the index of a folder of clips."""
+        """Return the entry that describes the model in a clip folder's index."""
         return {"class": self.kind, "config_sha256": sha256(self.path / "config.json")}
 
 

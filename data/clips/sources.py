@@ -74,7 +74,7 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
 
 
 def _refuse(folder: Path, names: list[str], problem: str) -> None:
-    """Raise DataError if there are names, of videos or rows that have ``problem``."""
+    """Raise DataError if ``names``, of videos or rows that have ``problem``, is not empty."""
     if not names:
         return
     example = Path(names[0]).with_suffix(".txt")

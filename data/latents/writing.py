@@ -103,7 +103,7 @@ def _write_shard(
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Turn the errors of writing into a DataError that names the folder."""
+    """Turn errors during writing into a DataError that names the folder."""
     from safetensors import SafetensorError
 
     try:

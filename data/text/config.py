@@ -64,7 +64,7 @@ class DataConfig:
     IMPLIES: ClassVar[dict[str, tuple[str, ...]]] = {
         "sft": ("reset_attention_mask", "reset_position_ids")
     }
-    """Fields that a field sets when it is true, if they are not given; keyed by that field."""
+    """Fields that default to true if another field is true; keyed by that other field."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)

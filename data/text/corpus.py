@@ -38,7 +38,7 @@ _JSON_NAMES = {
 
 @dataclass(eq=False)
 class Corpus:
-    """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8, repeatedly.
+    """The documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated repeatedly.
 
     A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; any
     other file is one document as a whole. Empty documents are skipped. Iterating raises DataError,

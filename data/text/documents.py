@@ -21,7 +21,7 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
     """Mark the tokens that end a text inside a document of the `.idx`, bool [T].
 
     The ids may be a part of the document. A tokenizer such as GPT-2's begins a text with the same
-    token that ends it; this token is no end if it is the first of several.
+    token that ends it; as the first of several tokens, it is not an end.
 
     Args:
         ids: token ids, int64 [T].

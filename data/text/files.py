@@ -57,10 +57,10 @@ _MARKS = {  # longest first: the byte-order mark of UTF-32 begins with that of U
 
 
 def form_of(path: Path) -> Form:
-    """Return the format of a file from its name's ending; an unknown ending means text.
+    """Return the format of a file from its extension; an unknown extension means text.
 
-    Case and an ending for compression are ignored. Raises DataError if the file is a table or an
-    archive, which would otherwise be trained on as one text.
+    Case, and an extension for compression, are ignored. Raises DataError if the file is a table or
+    an archive, which would otherwise be trained on as one text.
     """
     endings = [suffix.lower() for suffix in path.suffixes[-2:]]
     if endings and endings[-1] in _DECOMPRESSORS:

@@ -24,7 +24,7 @@ from runtime.errors import DataError, StoppedError
 from runtime.files import reason, replacing
 
 LOSS_MASK = "_loss_mask"
-"""Suffix of the prefix of a second pair: the loss mask of conversations, 1 or 0 for each token."""
+"""Suffix that names a second pair: the loss mask of conversations, 1 or 0 for each token."""
 REWRITE = "write the pair again (tools/prepare_data.py)"
 """Advice in error messages about a broken pair."""
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -202,7 +202,7 @@ def _read_header(index: Path) -> tuple[int, int, int]:
             f"{index} has dtype code {code}, but token ids have one of {sorted(_DTYPES)}; {REWRITE}"
         )
     expected = _HEADER.size + 12 * sequences + 8 * bounds
-    if size not in (expected, expected + sequences):  # the latter with modes of multimodal data
+    if size not in (expected, expected + sequences):  # the larger has modes of multimodal data
         raise DataError(
             f"{index} has {size} bytes, but {sequences} sequences and {bounds} document bounds "
             f"need {expected}; it is cut off or damaged: {REWRITE}"

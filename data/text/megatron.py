@@ -99,7 +99,7 @@ def build_datasets(
 def _join(
     files: list[list[EpochedDataset]], weights: list[float] | None
 ) -> EpochedDataset | BlendedDataset | None:
-    """Blend a split's datasets, by the weight of each file and each dataset's share of it.
+    """Blend a split's datasets, each weighted by its file's weight times its share of the file.
 
     Without weights, a file's weight is its number of tokens.
     """

@@ -41,9 +41,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     performance bounds for simple one-dimensional packing algorithms"); Ding et al. (2024,
     arXiv:2404.10830) train on such samples.
 
-    All items of one length are placed together, into all bins with the same room. Each such step
-    at least halves the room, so N items of D different lengths take O(N log N) to sort and
-    O(D log^2 capacity) to place: a corpus has millions of documents but few thousand lengths.
+    All items of one length are placed together, into all bins with the same room. Each such step at
+    least halves the room, so N items of D different lengths take O(N log N) to sort and O(D log^2
+    capacity) to place: a corpus has millions of documents but only a few thousand lengths.
 
     Returns the bin of each item, int64 [N], given their lengths [N], each in [1, capacity]. Bins
     are numbered from 0, and the same lengths give the same bins.

@@ -84,7 +84,7 @@ class TokenFiles:
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of files that killed runs of versions before 2026-11-28 left behind, to be removed."""
+"""Extensions of files, now removed, that killed runs of versions before 2026-11-28 left behind."""
 
 
 def prepare(

@@ -73,8 +73,8 @@ class Prepared:
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
-    """Number of tokens whose text is lost: unknown tokens, or dropped ones if there is no such
-    token."""
+    """Number of tokens whose text is lost: unknown tokens or, if the vocabulary has no unknown
+    token, dropped tokens."""
     conversations: dict[str, int] | None = None
     """Counts, keyed by name. read, kept (whole), split, truncated, refused: conversations;
     left_out: pieces of split conversations, left out because they carry no loss; learned: tokens
@@ -310,7 +310,7 @@ def inputs_of(request: Request) -> dict[str, list[int]]:
 
 
 def ends_of(request: Request) -> list[str]:
-    """Return the name endings of all files and folders that a request writes."""
+    """Return the suffixes, after the prefix, of all files and folders that a request writes."""
     ends = [".bin", ".idx", ".json"]
     if request.tokenizer_model is None:
         ends.append(".model" if request.chat is None else TOKENIZER)
@@ -326,5 +326,5 @@ def tokenizer_of(request: Request, prefix: Path) -> str:
 
 
 def with_end(prefix: Path, end: str) -> Path:
-    """Return the path that consists of a prefix and an ending."""
+    """Return the path that consists of a prefix and a suffix."""
     return prefix.with_name(prefix.name + end)

@@ -47,7 +47,8 @@ class Tokenizer(ABC):
         )
 
     def __reduce__(self) -> tuple[Any, tuple[type["Tokenizer"], str]]:
-        # Pickle only the path, so a process that gets a tokenizer with every batch reads it once.
+        # Pickle only the path, so a process that gets a tokenizer with every batch reads the file
+        # once.
         return _loaded_once, (type(self), self.path)
 
     @abstractmethod

@@ -31,9 +31,10 @@ def describe_kernel(kernel: str, gpu: Gpu) -> str:
 def warning(
     kernel: str, gpu: Gpu, requested: str = "auto", *, documents: bool = False, head_dim: int = 128
 ) -> str | None:
-    """Return a warning about a kernel slower than another, or a cuDNN older than torch's own.
+    """Return a warning if a faster kernel exists, or if the loaded cuDNN is too old.
 
-    The warning states how much slower the kernel is, and the fix; None if nothing is wrong.
+    It states how much slower the kernel is, or what the old cuDNN causes, and the fix. None if
+    nothing is wrong.
 
     Args:
         kernel: the backend that runs; ``requested`` is the backend named in the configuration.

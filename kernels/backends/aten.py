@@ -24,7 +24,7 @@ class Aten(GpuBackend):
     shares: ClassVar[Shares] = {"hopper": 0.31, "h20": 0.6, "blackwell": 0.15}
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return what rules out a dtype on a GPU; None on a CPU, which supports all dtypes."""
+        """Return why a GPU does not support the dtype; on a CPU always None."""
         if device_type == "cpu":
             return None
         return super().refusal(requested, device_type, dtype)
@@ -34,8 +34,8 @@ class Aten(GpuBackend):
     ) -> AttentionKernel:
         """Return the kernel of FlashAttention 2 on a GPU, or of strips on a CPU."""
         if device_type == "cpu":
-            # torch's kernel steps over keys by 512, and over queries by 32, or by 64 from 192
-            # queries on.
+            # torch's kernel takes keys in blocks of 512, and queries in blocks of 32, or of 64 if
+            # there are at least 192.
             rows, columns = (256, 256) if cpu_onednn.is_faster(dtype) else (192, 128)
             return AttentionKernel(self.name, tiled=Strips(512, rows, columns))
         tiles, packed = flash(None)

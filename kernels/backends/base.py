@@ -15,14 +15,14 @@ from runtime.simulation import Setting
 HALVES = (torch.bfloat16, torch.float16)
 Shares = Mapping[Family, float]
 Scan = Callable[..., tuple[Tensor, Tensor]]
-"""Function that runs linear attention over the tokens once, as ``kernels.linear_scan.scan``."""
+"""Function that scans the tokens for linear attention, like ``kernels.linear_scan.scan``."""
 SlabKernel = tuple[Callable[..., None], Callable[..., Tensor]]
 """Functions that run the delta rule forward and backward over a slab (a range of chunks), as in
 ``kernels.delta.chunks``."""
 
 
 class Tiled(Protocol):
-    """A kernel that processes lists of tiles, as ``kernels.attention.attend_tiles_``."""
+    """A kernel that processes lists of tiles, like ``kernels.attention.attend_tiles_``."""
 
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
@@ -128,7 +128,7 @@ class GpuBackend(Backend):
     dtypes: tuple[torch.dtype, ...] = HALVES
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return what rules out the device or dtype; None if the backend can run."""
+        """Return why the backend cannot run with this device or dtype; None if it can."""
         if device_type == "cpu":
             return (
                 f"attention_backend {requested} needs a cuda device, but this one is cpu; use auto"

@@ -27,7 +27,7 @@ class FlashAttention(GpuBackend):
     impl: str
     """Name of the version in torch's registry."""
     package: str
-    """Python package that the registry imports for it."""
+    """Python package that the registry imports for this version."""
     capabilities: tuple[int, ...]
     """Major compute capabilities that the version supports."""
     native: int
@@ -36,7 +36,7 @@ class FlashAttention(GpuBackend):
     install: str
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return what rules out the device, the dtype or this version; None if it can run."""
+        """Return why this version cannot run with this device or dtype; None if it can."""
         refusal = super().refusal(requested, device_type, dtype)
         if refusal:
             return refusal

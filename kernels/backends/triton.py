@@ -10,9 +10,9 @@ MAX_KEY_DIM = 256
 
 
 class Triton(Backend):
-    """Kernels that take lists of tiles at once, and fused scans.
+    """Kernels that compute lists of tiles in one launch, and fused scans.
 
-    On a GPU ``auto`` takes the scans for 16-bit inputs: in float32 torch's matmuls are faster,
+    On a GPU, ``auto`` uses the scans only for 16-bit inputs: in float32 torch's matmuls are faster,
     since the kernels' state spills from registers, and TF32 is slow.
     """
 
@@ -22,7 +22,7 @@ class Triton(Backend):
     dtypes = (torch.float32, *HALVES)
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return what rules out the process, device or dtype; None if the kernels can run."""
+        """Return why the kernels cannot run here or with this dtype; None if they can."""
         if not has_triton():
             return "attention_backend is triton, but Triton is not installed; use auto"
         if device_type == "cpu" and not interpreted():

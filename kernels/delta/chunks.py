@@ -191,9 +191,10 @@ def _gradients(
     dq = dq + dq_in.sum(2, keepdim=True)
     dk = dk + (dk_in + dk_out).sum(2, keepdim=True)
 
-    # A decay acts only through the vectors that it multiplies, so no exponential is differentiated.
-    # A gate's gradient sums just the terms whose decay spans the gate. A difference of two longer
-    # sums would keep their rounding errors, which are many times a strong gate's gradient.
+    # The gradients of the gates follow from those of the vectors that the decays multiply, so no
+    # exponential is differentiated. A gate's gradient sums just the terms whose decay spans the
+    # gate. A difference of two longer sums would keep their rounding errors, which are many times a
+    # strong gate's gradient.
     from_start = _per_gate(dq_in * terms.q + dk_in * terms.k, terms)
     to_end = _per_gate(dk_out * terms.k, terms)
     dg += sums_from(from_start) + sums_before(to_end)

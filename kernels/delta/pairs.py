@@ -138,7 +138,7 @@ def sums_before(x: Tensor) -> Tensor:
 
 
 def inverse_of_unit_lower(lower: Tensor) -> Tensor:
-    """Return (I + lower)^-1 of a strictly lower matrix ``[..., C, C]``, by halves.
+    """Return (I + lower)^-1 of a strictly lower triangular matrix ``[..., C, C]``, by halves.
 
     A solver inverts the diagonal blocks of 16. Two inverted neighbours A and B then make a block of
     twice the size with -B L A at the lower left, where ``lower`` has the block L. Every block of

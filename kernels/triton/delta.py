@@ -55,7 +55,7 @@ def solve_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Invert the triangular system of one chunk of a row, and apply the inverse."""
+    """Invert the triangular system of one chunk of a row; apply the inverse to keys and values."""
     row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     b_beta = numbers_of(beta, strides[4], row, H, token, filled)
     key_row = row // shared
@@ -174,7 +174,7 @@ def output_kernel(
 
 
 class DeltaBlocking(NamedTuple):
-    """Block sizes of the kernels."""
+    """Block sizes with which the kernels are compiled."""
 
     C: int
     """Number of tokens in a chunk."""
@@ -222,7 +222,7 @@ class DeltaSlab(NamedTuple):
         return {"PRECISION": "tf32x3" if exact else "tf32", "WIDEN": interpreted()}
 
     def new(self, *shape: int) -> Tensor:
-        """Allocate float32 ``[R, N, *shape]``."""
+        """Allocate an uninitialised float32 tensor ``[R, N, *shape]``."""
         chunks, rows = self.grid
         return self.inputs[0].new_empty(rows, chunks, *shape, dtype=torch.float32)
 

@@ -116,7 +116,7 @@ def products_of(
 
 @triton.jit
 def inverse_of(lower, C: tl.constexpr, WIDEN: tl.constexpr):
-    """Return (I + lower)^-1 of a strictly lower matrix ``[C, C]``, by halves.
+    """Return (I + lower)^-1 of a strictly lower triangular matrix ``[C, C]``, by halves.
 
     The inverse of a block of 2 h tokens has the inverses A and B of its two halves on the diagonal,
     and -B L A at the lower left, where ``lower`` has the quarter L. All blocks of one size are

@@ -2,8 +2,8 @@
 
 The kernels are in ``kernels.triton.flash_kernels``. A round of context parallelism may have
 hundreds of tiles (packed documents, windows, a ring's halves). One launch takes them all: a list on
-the device has, for each block of rows or of columns, the tiles that touch it. Blocks with most work
-come first, so that no long one is left at the end.
+the device has, for each block of rows or of columns, the tiles that touch it. The blocks with the
+most work come first, so that no long one is left at the end.
 
 Shapes as in ``kernels.blocks``. D is up to 256; bfloat16, float16 or, slowly, float32. out, lse,
 dq, dk and dv are contiguous; in other tensors only the channels of a head must be contiguous.
@@ -83,7 +83,7 @@ def capability(device: torch.device) -> int:
 
 
 def blocking_of(kernel: str, q: Tensor) -> AttentionBlocking:
-    """Return sizes and options that fit the registers and shared memory of q's device."""
+    """Return the blocking that fits the registers and shared memory of q's device."""
     level = capability(q.device)
     width = q.shape[-1]
     max_width = 128 if level in SMALLER else 256
@@ -123,7 +123,7 @@ def attend_(
 def add_gradients_(
     sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
 ) -> None:
-    """Add the gradients through these tiles to (dq, dk, dv), contiguous tensors, in place."""
+    """Add the gradients through these tiles to (dq, dk, dv), in place; all three are contiguous."""
     _check_contiguous(*sums)
     if not tiles:
         return

@@ -83,7 +83,10 @@ def rows_of(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load ROWS tokens of one head from ``first`` on; zero from ``stop`` and from channel D on."""
+    """Load a [ROWS, WIDTH] block of one head, starting at token ``first``.
+
+    Channels from D on are zero; with MASKED, so are tokens from ``stop`` on.
+    """
     i = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     pointers = pointers_of(base, stride, first, ROWS, WIDTH)

@@ -1,11 +1,11 @@
 """Linear attention's scan as a fused Triton kernel, forward and backward.
 
 One program runs one head of one segment and a block of its value channels through the segment's
-chunks, and keeps the state of these channels in float32 registers: scores within a chunk, the read
-of the state and its update are one pass. A segment is a document, or some consecutive chunks of
-one, if there are too few documents to fill a GPU. Such segments run at once, in three launches, as
-in lightning attention (Qin et al. 2024) and flash-linear-attention's simple GLA, which save a state
-per chunk:
+chunks, and keeps the state of these channels in float32 registers: one pass computes the scores
+within a chunk, reads the state and updates it. A segment is a document, or some consecutive chunks
+of one, if there are too few documents to fill a GPU. Such segments run at once, in three launches,
+as in lightning attention (Qin et al. 2024) and flash-linear-attention's simple GLA, which save a
+state per chunk:
 
 1. ``scan_kernel`` computes what each segment adds to the state,
 2. ``carry_kernel`` goes through these states in order,
@@ -35,7 +35,7 @@ SIZE = 512
 MULTIPROCESSORS = 132
 """Number of multiprocessors of an H100 or H200.
 
-A scan is cut by this number on every GPU, so that all GPUs round alike. A multiprocessor has
+Every GPU cuts a scan as if it had this number, so that all GPUs round alike. A multiprocessor has
 registers for one program.
 """
 PROGRAMS = 4 * MULTIPROCESSORS
@@ -345,7 +345,7 @@ def scan(
     def launch(
         q: Tensor | None, state: Tensor | None, final: Tensor, strides: tuple[int, int], each: bool
     ) -> None:
-        tensors = (k if q is None else q, k, v)  # k stands for None, which is not read
+        tensors = (k if q is None else q, k, v)  # k stands in for a q of None, which is not read
         all_strides = (*(stride for x in tensors for stride in x.stride()[:3]), *strides)
         scan_kernel[batch * heads * segments, blocks](
             *tensors, out, k if state is None else state, final, rates, bounds, all_strides,

@@ -85,7 +85,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
 def gate_kernel(gate, up, out, count, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
     """Write gate * sigmoid(A gate + B gate^3) * up for N of ``count`` numbers, rounded once.
 
-    ``count`` is specialized: only if 16 is known to divide it, 16 bytes are loaded at a time.
+    ``count`` is specialized, because 16 bytes are loaded at a time only if Triton knows that 16
+    divides it.
     """
     i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     g = tl.load(gate + i, mask=i < count).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Helpers of all Triton kernels, and work lists: the tiles that touch each block of rows.
+"""Helpers of all Triton kernels, and work lists: the tiles that touch each block.
 
 A tile is a band: queries i and keys j with ``low <= j - i <= high``. Seen from its columns, rows
 and columns change places, and so do -low and -high; so the kernels of rows and of columns share one
@@ -46,8 +46,8 @@ def work_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the work list of the tiles, for blocks of ``size`` rows or columns.
 
-    Both tensors are int32 on the device. Blocks with most work come first, so that no long one is
-    left at the end.
+    Both tensors are int32 on the device. The blocks with the most work come first, so that no long
+    one is left at the end.
 
     Returns:
         Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0. Entries

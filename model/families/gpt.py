@@ -105,7 +105,7 @@ GPT2 = Family(
     groups=(KeyGroup(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),
     fixed={"position_embedding_type": "learned_absolute"},
     only={
-        # These three are names of one function.
+        # These three are names of the same function.
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),

@@ -203,7 +203,7 @@ def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
 
 
 def _first_unmatched(pattern: str, names: Sequence[str]) -> str | None:
-    """Return the first name that an untrusted pattern does not match; an invalid one matches none.
+    """Return the first name that an untrusted pattern does not match; an invalid one has no match.
 
     The time is bounded, since a pattern can be made to take exponential time.
     """

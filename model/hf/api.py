@@ -101,8 +101,8 @@ def our_weights(
     names = _weight_names(family, state, config, notify)
     ours = meta_state(config)
 
-    # A file may use names other than those of transformers' modules; take the table with most of
-    # the file's names.
+    # A file may use names other than those of transformers' modules; take the table that has the
+    # most of the file's names.
     tables = (family.names, *family.stored)
     table = max(tables, key=lambda candidate: len(candidate.inside(ours, config).keys() & names))
     if not config.untie_embeddings_and_output_weights and OUTPUT in names:

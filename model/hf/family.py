@@ -91,7 +91,7 @@ class Fused(NamedTuple):
     parts: tuple[str, ...]
     dim: int = 0
     sizes: Callable[[Any], Sequence[int]] | None = None
-    """Channels of each part along ``dim``; by default all parts have the same number."""
+    """Number of channels of each part along ``dim``; by default all parts have the same number."""
     groups: Callable[[Any], int] = lambda config: 1
     """Number of groups of the fused channels; each group has a share of every part. If the heads
     are the groups, the order is q and k of head 0, q and k of head 1, and so on."""
@@ -148,7 +148,7 @@ class Names:
         return replace(self, layer={**self.layer, **layer}, **changes)
 
     def under(self, root: str) -> "Names":
-        """Return the table for a model with a vision part, whose text part has this prefix."""
+        """Return the table for a model with a vision part; ``root`` is the text part's prefix."""
         top = {**self.top, "embedding": f"{root}.embed_tokens", "norm": f"{root}.norm"}
         return replace(self, top=top, layers=f"{root}.layers")
 
@@ -233,7 +233,7 @@ class Family:
     groups: tuple[KeyGroup, ...]
     """Other groups of keys to read, in order, after the key of tied embeddings."""
     tied: bool
-    """True if embeddings are tied when config.json has no entry for it."""
+    """True if the embeddings are tied by default, if config.json has no entry for this."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Longmesh fields that have one value in all of these models."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

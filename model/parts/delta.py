@@ -142,7 +142,7 @@ class DeltaConfig(PeriodicConfig):
     def linears(self) -> tuple[str, ...]:
         """Names of the linear modules that may get an adapter.
 
-        Gates per channel are made by a bottleneck of two modules, which gets none.
+        Gates per channel are made by a bottleneck of two modules, which gets no adapter.
         """
         gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
         return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")

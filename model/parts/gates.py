@@ -99,7 +99,7 @@ class Gates(nn.Module):
 def initial_rate(x: Tensor, minimum: float, *, generator: torch.Generator) -> Tensor:
     """Fill x, an A_log, with logs of uniform numbers from ``minimum`` to 16.
 
-    The published models use this initial value.
+    The published models use this distribution.
     """
     return x.uniform_(minimum, 16, generator=generator).log_()
 

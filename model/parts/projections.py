@@ -9,7 +9,7 @@ from model.parts.weights import Inits, Splits
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` that uses the CPU's faster library in float32: [..., I] -> [..., O]."""
+    """``nn.Linear`` that uses the faster of two CPU libraries in float32: [..., I] -> [..., O]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

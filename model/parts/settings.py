@@ -230,7 +230,7 @@ class PeriodicConfig(DecoderConfig):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings that give every other layer softmax attention, to shrink a hybrid, or none."""
+        """Settings that give every other layer softmax attention; empty without softmax layers."""
         return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:

@@ -186,9 +186,9 @@ class NeededRows:
     def _finish(self, index: int) -> None:
         """Wait for the sends that are due by round ``index``, and free their buffers.
 
-        Operands are waited for when they are due; gradients when they are due, or two rounds after
-        they were sent. So the rank in the earliest round waits only for transfers that its peers
-        have posted, and ranks cannot wait for each other in a circle.
+        A send of operands is awaited when it is due; a send of gradients when it is due, but at
+        most two rounds after it began. So the rank in the earliest round waits only for transfers
+        that its peers have posted, and ranks cannot wait for each other in a circle.
         """
         remaining = []
         for until, sent in self._sent:
@@ -220,5 +220,5 @@ def _add(sums: Tensors, rows: Rows, parts: Tensors) -> None:
 
 
 def _parts(rows: Rows, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield each interval of ``rows`` with its part of x, which stores them back to back."""
+    """Yield each interval of ``rows`` with its part of x, in which the parts lie back to back."""
     return zip(rows, x.split([end - first for first, end in rows], 1), strict=True)

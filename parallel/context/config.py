@@ -206,7 +206,9 @@ class HybridConfig:
         return (self.hybrid_softmax_layout,)
 
     def check(self, linear: str, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Check that ``size`` ranks support this configuration beside a ``linear`` layout.
+        """Check that ``size`` ranks support this configuration.
+
+        ``linear`` is the context_parallel_layout of the linear attention layers.
 
         Raises:
             ContextError: the ranks do not support it; the message has the reason and the fix.

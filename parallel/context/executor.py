@@ -136,7 +136,7 @@ class Executor:
         return out.to(q.dtype), lse
 
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
-        """Return dq, dk and dv in float32 or wider; from a single tile, in the kernel's dtypes.
+        """Return dq, dk and dv in float32 or wider or, from one tile, in the kernel's dtypes.
 
         The plan chooses whether KV or queries circulate; their gradient follows one round behind or
         later. The other operands and their gradient are stationary.

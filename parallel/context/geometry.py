@@ -4,9 +4,9 @@ It defines which rank owns which tokens and, for each round, which KV a rank hol
 KV and from whom it receives KV. Process groups, transport and operators depend only on the
 geometry, which is built on the CPU, without processes.
 
-The split between geometry and plan is by the cost of a change. A new geometry means new process
-groups, a collective that takes seconds on many nodes; a new mask comes with every micro-batch of
-packed documents. So nothing here may look at documents.
+Geometry and plan are separate because changing them costs differently. A new geometry means new
+process groups, and creating them is a collective that takes seconds on many nodes; a new mask comes
+with every micro-batch of packed documents. So nothing here may look at documents.
 """
 
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ class PlanOptions:
     """Schedule by which ranks pass on the states of a delta rule (``linear/segments.py``)."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
-        """Return the options with the layout resolved, and the degree if the method sets it.
+        """Return the options with the layout and, if the method sets it, the degree resolved.
 
         Raises:
             ContextError: the method does not support the combination; the message has the reason
@@ -226,7 +226,7 @@ class Geometry:
         return tuple(rounds)
 
     def team(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks for whose queries ``rank`` computes attention."""
+        """Return the ranks for which ``rank`` computes attention."""
         place = self.place(rank)
         return self.ranks_at(self.method.team(place, self.shape), place)
 

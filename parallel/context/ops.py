@@ -1,4 +1,4 @@
-"""Custom operators of context parallelism, each with its call, forward, fake and backward.
+"""Custom operators of context parallelism, each with a forward, a fake and a backward function.
 
 Each is opaque to torch.compile, to recompute policies and to the planner, and this helps all three.
 torch.compile cannot trace process groups, and would otherwise break the graph of every layer. A

@@ -235,7 +235,7 @@ class Plan:
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
-        """Return the distinct sets of pieces that places have of their peers.
+        """Return the distinct sets among the pieces of each place's peers.
 
         Also return the index of each place's set, int64 ``[places]``. Two places with the same
         first peer have the same set.

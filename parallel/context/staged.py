@@ -115,7 +115,7 @@ class StagedExecutor(Executor):
         # With fewer KV heads than ranks, several ranks share a KV head.
         local_kv_heads = max(1, num_kv_heads // num_ranks)
 
-        # Turns exchange different KV heads; the stages of a turn attend with the same ones.
+        # Turns exchange different KV heads; all stages of a turn attend with the same KV heads.
         turns = gcd(self.stages, local_kv_heads)
         kv_per_turn = local_kv_heads // turns
         stages_per_turn = self.stages // turns

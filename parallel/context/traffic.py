@@ -170,7 +170,7 @@ def sizes(
 def messages(
     geometry: Geometry, dims: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
 ) -> Iterator[Message]:
-    """Yield the point-to-point messages of a forward pass, or of a backward (``gradients``).
+    """Yield the point-to-point messages of a forward or, with ``gradients``, a backward pass.
 
     Args:
         geometry: the geometry whose rounds, or passages of states, send messages.
@@ -199,7 +199,7 @@ def messages(
 def collectives(
     geometry: Geometry, dims: Sizes, moves: Moves | None, *, holders_join: bool = True
 ) -> Iterator[Message]:
-    """Yield the collectives of a forward pass (``moves`` None), or of a backward pass.
+    """Yield the collectives of a forward pass (if ``moves`` is None) or of a backward pass.
 
     Groups of one rank are skipped. Heads are exchanged in a forward pass
 

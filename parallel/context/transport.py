@@ -198,11 +198,11 @@ class Transport:
         return wait
 
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return every rank's part for this rank's tokens, stacked: the inverse of ``gather``.
+        """All-to-all that sends each rank the slice for its tokens, and stacks the slices received.
 
-        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. If the parts are then summed, this is a
-        reduce-scatter that adds in a fixed order on any backend. It moves no more bytes than a
-        reduce-scatter needs, while gloo's own moves twice as many.
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summed over the first dimension, it is
+        the transpose of ``gather``: a reduce-scatter that adds in a fixed order on any backend. It
+        moves no more bytes than a reduce-scatter needs, while gloo's own moves twice as many.
         """
         if len(ranks) == 1:
             return tensor[None]
@@ -229,7 +229,7 @@ class Transport:
         return received
 
     def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Run an all-to-all with unequal parts in the whole group, ordered by rank.
+        """Run an all-to-all over the whole group, with parts of unequal sizes, ordered by rank.
 
         [sum(sends), ...] -> [sum(receives), ...].
         """

@@ -25,8 +25,7 @@ AT_ONCE = 1 << 16
 PatternCounts = dict[tuple[int, int, bytes], tuple[int, int, int]]
 """Numbers of pairs, tiles and hidden pairs, keyed by pattern."""
 PlacedPieces = tuple[np.ndarray, np.ndarray]
-"""Pieces ``[n, 4]`` and the place of each ``[n]``, in the order (place, piece); both are sorted by
-place and document."""
+"""Places ``[n]`` and their pieces ``[n, 4]``, row by row; sorted by place and document."""
 
 
 class Work(NamedTuple):

@@ -42,7 +42,7 @@ class TextMask:
 
 @dataclass(frozen=True)
 class FirstImageTokens:
-    """Number of leading image tokens that a block treats differently; each rank gets its own."""
+    """Number of leading image tokens that a block treats differently; each rank counts its own."""
 
 
 Argument: TypeAlias = Tokens | TextMask | FirstImageTokens | tuple[Tokens, ...]
@@ -58,7 +58,7 @@ class Packing:
     """Names of the attributes and arguments of a block that packing several clips needs.
 
     Only blocks with a modulation per token can compute several clips at once, since each clip has
-    its own time.
+    its own timestep.
     """
 
     cross: str
@@ -89,7 +89,7 @@ class Family:
     last: str = "proj_out"
     """Name of the module whose output is gathered: the last one that works token by token."""
     inputs: Mapping[str, Tokens] = field(default_factory=dict)
-    """Arguments of the model itself to cut, before its forward begins."""
+    """Arguments of the model's own forward that are cut to this rank's tokens before it begins."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the model that are refused, each with the reason."""
     packing: Packing | None = None
@@ -127,7 +127,7 @@ FLUX_BLOCK: dict[str, Argument] = {
 WAN = Family(
     {"blocks": WAN_BLOCK},
     attention=("attn1",),
-    # With a time per token, the final shift and scale are computed from it outside all blocks.
+    # With a timestep per token, the final shift and scale are computed from it outside all blocks.
     inputs={"timestep": Tokens("image", ndim=2)},
     packing=Packing(
         "attn2",

@@ -55,7 +55,7 @@ class Hooks:
         self.last_split: TokenSplit | None = None
         """Split of the last forward."""
         self.clip_split: TokenSplit | None = None
-        """Split for forwards of one of the clips to pack; None lets a forward make its own."""
+        """Split for the forwards of a clip that is being packed; None lets each make its own."""
         self.packed_split: PackedSplit | None = None
         """Split of all clips together, while the blocks run on packed clips."""
         self._model = model
@@ -143,7 +143,7 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _after(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Call ``function(module, output)`` after each forward, with None if it raised an error."""
+        """Call ``function(module, output)`` after each forward; output is None after an error."""
 
         def hook(called: nn.Module, args: Any, output: Any) -> Any:
             if called is module and self.active:

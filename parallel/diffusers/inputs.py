@@ -1,4 +1,4 @@
-"""Ensure that ranks that share a clip have the same latents, noise, time and text.
+"""Ensure that ranks that share a clip have the same latents, noise, timestep and text.
 
 The ranks compute one loss together. If one of them drew different noise, there would be no error:
 the attention would mix two clips, and the loss would look normal.

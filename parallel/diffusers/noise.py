@@ -1,4 +1,4 @@
-"""Noise and times of training samples, equal on every rank and mesh, and training targets.
+"""Noise and timesteps of training samples, equal on every rank and mesh, and training targets.
 
 A draw depends only on the seed and the sample's number. So the ranks that share a clip draw the
 same values, whatever their number, and a resumed run draws what the first run would have drawn.
@@ -43,7 +43,7 @@ def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor
 
 
 def uniform(samples: Sequence[int], seed: int = 0) -> Tensor:
-    """Return a uniform number in [0, 1) for each sample, float32 ``[B]``, to choose its time."""
+    """Return uniform numbers in [0, 1), float32 ``[B]``, to choose each sample's timestep."""
     draws = []
     for sample in samples:
         draws.append(torch.rand((), generator=sample_generator(seed, sample, "time")))

@@ -146,7 +146,7 @@ class PackedForward:
 
     @contextmanager
     def _clip(self, split: TokenSplit) -> Iterator[None]:
-        """Let forwards use this clip's split for inputs and output, until the block ends."""
+        """Within the context, let forwards use this clip's split for inputs and output."""
         self._hooks.clip_split = split
         try:
             yield

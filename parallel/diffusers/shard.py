@@ -1,10 +1,10 @@
 """Shard the clips of a diffusion transformer: whole latents in, the whole prediction out.
 
-Every rank of the group passes the same latents, noise, time and text, gets the whole prediction,
-and computes any loss from it. Gradients are averaged over all ranks, as DDP and FSDP do. This is
-exact, because the backward of all communication is its adjoint: autograd on rank r gives the
-gradient of the sum of all ranks' losses with respect to r's copy of a parameter, and the mean of
-these gradients is that of the mean loss, whether a parameter comes before or after the cut.
+Every rank of the group passes the same latents, noise, timestep and text, gets the whole
+prediction, and computes any loss from it. Gradients are averaged over all ranks, as DDP and FSDP
+do. This is exact, because the backward of all communication is its adjoint: autograd on rank r
+gives the gradient of the sum of all ranks' losses with respect to r's copy of a parameter, and the
+mean of these gradients is that of the mean loss, whether a parameter comes before or after the cut.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,8 +96,9 @@ class Sharded:
         exchange a clip's keys are sent only to ranks that have queries of this clip.
 
         Args:
-            clips: arguments of the model's forward for each clip, a batch of 1 with its own time.
-            model: the sharded model as wrapped, for example by DDP; by default without wrapper.
+            clips: arguments of the model's forward for each clip, a batch of 1 with its own
+                timestep.
+            model: the sharded model as wrapped, for example by DDP; by default without a wrapper.
 
         Raises UserError if the model has no modulation per token, or a clip cannot be packed.
         """
@@ -147,7 +148,7 @@ class Sharded:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model in this process alone until the block ends, for example to sample."""
+        """Within the context, run the model in this process alone, for example to sample."""
         previous = self._hooks.active
         self._hooks.active = False
         try:

@@ -103,7 +103,7 @@ class TokenSplit:
         return self._indices[key, device]
 
     def _image_tokens(self, positions: Tensor) -> Tensor:
-        """Return the numbers of those image tokens of this clip that are at ``positions``."""
+        """Return the indices of this clip's image tokens that lie at ``positions``."""
         tokens = positions - self._first
         return tokens[(tokens >= 0) & (tokens < self.whole_len["image"])]
 

@@ -56,7 +56,7 @@ class PipelineRunner(Runner):
             first_input: key of the first stage's input in a micro-batch, and a meta tensor of its
                 shape and dtype.
             hidden: meta tensor of the shape and dtype of the hidden states between stages.
-            tied: for each parameter with several copies, the stages that have one.
+            tied: for each parameter with several copies, the stages that have a copy.
         """
         super().__init__(parts, loss_sum, strategy)
         self.mesh = mesh

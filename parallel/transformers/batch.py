@@ -33,7 +33,7 @@ class Positions(NamedTuple):
     first: int = 0
     """Position of the first token, for example padding_idx + 1 in RoBERTa."""
     padding: int | None = None
-    """Token that gets no position and is not counted in later positions."""
+    """Id of the token that gets no position and is not counted in later positions."""
 
 
 FROM_ZERO = Positions()
@@ -127,7 +127,7 @@ def pack(
 
     next_labels = torch.full_like(ids, IGNORED)
     if labels is not None:
-        last_tokens = (starts - 1) % len(ids)  # last token of each document, the last one's first
+        last_tokens = (starts - 1) % len(ids)  # each document's last token; last document first
         next_labels = labels[is_token].roll(-1).index_fill(0, last_tokens, IGNORED)
     tokens = {
         "input_ids": ids[None],

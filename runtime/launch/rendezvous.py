@@ -142,8 +142,9 @@ def _resolve(address: str) -> None:
 def _wait_for_store(address: str, port: int, timeout: timedelta) -> None:
     """Wait until the store at that address answers.
 
-    A slow store may take until ``timeout``. A program that is not a store is detected within about
-    SECONDS_TO_ANSWER. So is a torchrun that has ended, since it starts its store before its ranks.
+    A store that is slow, or silent, may take until ``timeout``. A program that answers, but is not
+    a store, is detected within about SECONDS_TO_ANSWER, and so is a torchrun that has ended,
+    because it starts its store before its ranks.
     """
     start = time.monotonic()
     deadline = start + timeout.total_seconds()

@@ -81,10 +81,10 @@ class DeltaExecutor:
     ) -> Iterator[Wave]:
         """Split inputs and outputs ``[B, T, heads, ..]`` into groups of heads that take turns.
 
-        If each document that ranks share ends on the second of two ranks, only the first group
-        computes such an end eagerly (before its state arrives). The states of the other groups
-        arrive meanwhile, in buffers that are posted at the start. On a GPU all heads are one group,
-        since smaller groups would not fill it.
+        If each document that is cut lies on two ranks, only the first group computes the end of
+        such a document eagerly (before its state arrives). The states of the other groups arrive
+        meanwhile, in buffers that are posted at the start. On a GPU all heads are one group, since
+        smaller groups would not fill it.
         """
         groups = _num_groups(plan, inputs[0])
         num_inputs = len(inputs)
@@ -249,7 +249,7 @@ class DeltaExecutor:
 
         Args:
             local_map: returns the map of a part, (U, M), or (U,) for a part that begins its chain.
-            compute: computes the part with the whole documents.
+            compute: computes the part whose documents lie only on this rank.
             enter: takes a part and its incoming state; called after the sends that others wait for.
         """
         part_of = {part.link: part for part in wave.parts.all}
@@ -312,7 +312,7 @@ def _composed(earlier: Tensors, later: Tensors) -> Tensors:
 
 
 def _receive_buffers(message: StateMessage, tensors: Tensors) -> tuple[int, Tensors]:
-    """Return the rank that sends a message, and buffers for the matrices of the message."""
+    """Return the rank that sends a message, and buffers for its matrices."""
     q, _, v, _, _ = tensors
     widths = [v.shape[-1]]
     if not message.state:

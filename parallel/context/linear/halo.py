@@ -31,7 +31,8 @@ class HaloRows(NamedTuple):
 
     peer: int
     rows: slice
-    """Local indices of tokens that others read, or indices of rows among all halos of this rank."""
+    """In a send, local indices of tokens that another rank reads; in a receive, indices among the
+    rows of all halos of this rank."""
 
     @property
     def num_rows(self) -> int:
@@ -79,10 +80,10 @@ def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
 
 
 def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) -> Traffic:
-    """Return the bytes that ``rank`` sends in a convolution with ``taps`` taps, or in its backward.
+    """Return the bytes that ``rank`` sends in the forward or backward pass of a convolution.
 
-    ``row`` is the number of bytes of a token's channels or, with ``gradient``, of their gradient,
-    which is in float32 or wider.
+    The convolution has ``taps`` taps. ``row`` is the number of bytes of a token's channels or, with
+    ``gradient`` (the backward pass), of their gradient, which is in float32 or wider.
     """
     halo = halos(plan, taps - 1)[rank]
     traffic = Traffic()

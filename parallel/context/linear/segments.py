@@ -165,7 +165,7 @@ class ScanPart(NamedTuple):
 
     @property
     def link(self) -> Segment:
-        """Segment through which a state enters or leaves the part; such a part has no other."""
+        """Segment through which a state enters or leaves the part; it is then the only one."""
         return self.segments[0]
 
     def of(self, x: Tensor) -> Tensor:
@@ -296,11 +296,12 @@ def schedule_of(plan: Plan) -> Schedule:
 def rounds(
     plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None
 ) -> tuple[StateRound, ...]:
-    """Return the rounds of a forward or backward (``gradient``), for all ranks and documents.
+    """Return the rounds of a forward or, with ``gradient``, a backward pass, for all ranks.
 
-    ``schedule`` is by default that of ``schedule_of``. Two ranks exchange the messages of a round
-    in the order of this list. A segment receives at most one message per round; each message covers
-    the segments before those of the previous message (for gradients, the segments after them).
+    The rounds cover all documents. ``schedule`` is by default that of ``schedule_of``. Two ranks
+    exchange the messages of a round in the order of this list. A segment receives at most one
+    message per round; each message covers the segments before those of the previous message (for
+    gradients, the segments after them).
 
     Raises:
         ContextError: for the same reasons as ``chains``.

@@ -239,8 +239,8 @@ class StateExecutor:
     ) -> BySlot:
         """Sum the states ``[B, ranks * slots, H, D, E]`` that precede each stretch of this rank.
 
-        They are added in the order of the sequence, each decayed by the tokens after it, as a chain
-        of ranks would do: lasp and lasp2 add in the same order.
+        They are added in the order of the sequence, each decayed by the tokens after it, as in a
+        chain of ranks, so lasp and lasp2 add in the same order.
         """
         slots = self.geometry.slots
         sums: BySlot = {}

@@ -83,8 +83,9 @@ class Method:
     nodes: bool = False
     """True if the rounds depend on nodes, which must all have the same number of ranks."""
     needed_only: bool = False
-    """True if only the rows that some query sees travel, under every mask. If False, that is so
-    only for packed documents, windows and the layout ``balanced``; otherwise whole tensors travel.
+    """True if the method sends only the rows that some query sees, under every mask. If False, it
+    does so only for packed documents, windows and the layout ``balanced``, and otherwise sends
+    whole tensors.
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
@@ -109,14 +110,14 @@ class Method:
         return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
-        """Return the ranks for whose queries ``rank`` computes attention.
+        """Return the ranks for which ``rank`` computes attention.
 
         Their queries are gathered before the rounds, and partial results are combined afterwards.
         """
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
-        """Raise ContextError unless this method is among ``fitting``, those for this attention.
+        """Raise ContextError unless this method is in ``fitting``, the methods for this attention.
 
         Args:
             called: the function that the user called, for the message.

@@ -22,9 +22,9 @@ class Ulysses(Method):
     """One all-to-all gives each rank all tokens of some heads; a second one reverses it.
 
     Jacobs et al. 2023. The degree is also an option of the other methods that move KV: groups of
-    that many neighbours split the heads, and the method runs over the groups. Here all ranks are
-    one group. The layout is contiguous by default, since every rank has the same work in any
-    layout.
+    that many neighbours split the heads, and the method treats each group as one rank. Here all
+    ranks are one group. The layout is contiguous by default, since every rank has the same work in
+    any layout.
     """
 
     name = "ulysses"
@@ -42,9 +42,9 @@ class Ulysses(Method):
 class StateMethod(Method):
     """Linear attention: a rank needs only the state after the tokens before its own.
 
-    It needs one such state for each of its stretches of consecutive tokens. KV does not move; the
-    attribute ``states`` says how the states do. A state has the same size after any number of
-    tokens, so traffic does not grow with the sequence.
+    It needs one such state for each of its stretches of consecutive tokens. Only states move, not
+    KV; the attribute ``states`` says how. A state has the same size after any number of tokens, so
+    traffic does not grow with the sequence.
     """
 
     masks = ("causal",)

@@ -30,13 +30,13 @@ import numpy as np
 from parallel.context.sparse.beads import Circles, progression
 
 TOLERANCE = 0.003
-"""Fraction of its work by which a place may have too much or too little, so that cuts can fall on
-document boundaries.
+"""Fraction by which a place's work may differ from its share, so that cuts can fall on document
+boundaries.
 """
 
 
 class Arcs(NamedTuple):
-    """Arcs at a position on their circles, with their work there: int64 ``[arcs]`` each.
+    """Arcs, each at a position on its circle, with its work there: int64 ``[arcs]`` per field.
 
     After moving on by ``n`` tokens, up to ``room`` (the distance to the next stop, see ``turn``),
     the surplus is ``surplus + n * gain + n * (n - 1) / 2 * bend``.
@@ -155,7 +155,7 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     heads = np.flatnonzero(begin <= last_start[circles.circle])
     tails = np.flatnonzero(begin >= first_end[circles.circle])
 
-    # List every stop, and count how many of the stops up to it are stops of the arc's head.
+    # Sort the stops of both ends. For each, count the head's stops so far, itself included.
     stops = np.append(begin[heads], begin[tails] - arc_length[circles.circle[tails]])
     order = np.argsort(stops, kind="stable")
     start = stops[order]
@@ -163,8 +163,8 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     head = heads[num_heads - 1]
     circle = circles.circle[head]
 
-    # At every other stop the arc's tail reaches its next bead; the tail starts in the bead in which
-    # the line's first arc ends.
+    # At all other stops the arc's tail reaches its next bead. The tail starts in the bead in which
+    # the circle's first arc ends.
     first_tail = begin.searchsorted(first_end)
     num_tails = np.arange(1, len(start) + 1) - num_heads
     tail = num_tails + (first_tail - 1 - tails.searchsorted(first_tail))[circle]

@@ -154,7 +154,7 @@ def _link_row(
 def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
     """Return the step times in seconds of Ring Attention and of WallFacer, and their ratio.
 
-    WallFacer's is that of its faster placement.
+    WallFacer's time is that of its faster placement.
     """
     ring = seconds[RING[model]]
     wallfacer = min(seconds[name] for name in TEAMS)

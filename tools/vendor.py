@@ -272,7 +272,7 @@ def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, byte
 def wheel(destination: Path, files: dict[str, bytes]) -> Path:
     """Build the project's wheel into a folder, with this environment's setuptools; return its path.
 
-    Raises UserError if it cannot be built; the message quotes the last words of pip.
+    Raises UserError if it cannot be built; the message quotes the end of pip's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "project")

@@ -223,7 +223,7 @@ class CommonConfig(ABC):
         return self.updated(save=self.checkpoint.save or "RUN")
 
     def files(self) -> list[tuple[str, str]]:
-        """Return (field, path) for each data file, with the field that names the file."""
+        """Return (field, path) for each data file, where the field is the one that names it."""
         return [("data_path", path) for path in self.data.data_path]
 
     def contents(self) -> dict[str, str]:

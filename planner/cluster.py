@@ -115,7 +115,7 @@ class Cluster:
     """Largest relative error of predictions for published runs with ``attention_kernel`` that were
     not used for fitting; 0 if there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Kind of processor, for a run that is planned on another machine."""
+    """Kind of processor, for planning a run on another machine."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():

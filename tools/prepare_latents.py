@@ -196,7 +196,7 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
 
 
 def _named_as_split(folder: Path) -> bool:
-    """Return True if the datasets library would take a folder inside as the training split.
+    """Return True if the datasets library would take one of the folders as the training split.
 
     It would then leave out all other folders.
     """

@@ -179,7 +179,7 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
 
 
 def _check_target(target: Path) -> None:
-    """Raise UserError unless the target is free, or holds this package as it was written."""
+    """Raise UserError unless the target is free, or holds an unmodified package of this command."""
     fix = "move it away, or name another folder"
     if target.is_symlink():
         raise UserError(f"{target} is a symlink, but this command writes only folders; {fix}")

@@ -124,7 +124,7 @@ def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) ->
 
 
 def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
-    """Return a mask's cu_seqlens in a run without context parallelism; None without documents.
+    """Return a mask's cu_seqlens without context parallelism; None if the mask has no documents.
 
     Padding counts as a document.
     """

@@ -94,7 +94,7 @@ def lines_of(text: str, only: str = "") -> list[str]:
 def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
     """Return the number of processes and the flags of a case, whose first word names a model.
 
-    Raises UserError if there is no such model, or for the reasons of ``case_of``.
+    Raises UserError if there is no such model, or as ``case_of`` does.
     """
     model, _, words = line.partition(" ")
     if model not in models:

@@ -49,7 +49,7 @@ CONFIG = Path("configs/models/llama_tiny.toml")
 FLAGS: tuple[list[str], ...] = ([], ["--compile"])
 """Sets of flags to add to Longmesh's training; each set is measured by itself."""
 SETTLE = 2
-"""Number of first training steps that do not count."""
+"""Number of training steps at the start that do not count."""
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
 """Modules of the packages to compare with, keyed by package: one for attention, then one for
 training. docs/evidence/speed.md says why other packages are not measured."""
@@ -126,7 +126,7 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
 def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Time the methods of Longmesh and the packages, forward and backward; return a ``row``.
 
-    Raises UserError and MeasureError for the reasons of ``bench.attention.measure_cpu``.
+    Raises UserError and MeasureError as ``bench.attention.measure_cpu`` does.
     """
     others = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
     work = MaskedShape(seq_length=length)

@@ -15,7 +15,7 @@ from runtime.errors import UserError
 from tools.common.shapes import AttentionShape
 
 SEED = 3
-"""Seed of the documents' lengths, chosen from 8: with it, 16,384 log-normal tokens on 2 ranks have
+"""Seed of the documents' lengths, one of 8 tried: with it, 16,384 log-normal tokens on 2 ranks have
 an imbalance of 1.25 under zigzag, large enough to be measured."""
 
 
@@ -136,7 +136,7 @@ class MaskedShape(AttentionShape):
         A contestant is ``method``, ``method/layout`` or ``method@package``; a package's plan is
         that of Longmesh's method with the same shards.
 
-        Raises ContextError for the reasons of ``make_plan``.
+        Raises ContextError as ``make_plan`` does.
         """
         method, _, layout = contestant.partition("@")[0].partition("/")
         return make_plan(

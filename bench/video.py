@@ -78,13 +78,13 @@ def step_of(
 
 
 def forwards(model: nn.Module) -> Callable[[list[dict[str, Tensor]]], list[Tensor]]:
-    """Return a function that runs the model's own forward for one clip after the other."""
+    """Return a function that runs the model's own forward pass on one clip after another."""
     return lambda clips: [model(**clip, return_dict=False)[0] for clip in clips]
 
 
 @contextmanager
 def counting_ranks(size: int) -> Iterator[None]:
-    """Let diffusers count ``size`` accelerators: it divides by their number, 0 on a CPU."""
+    """Let diffusers count ``size`` accelerators, since it divides by their number (0 on a CPU)."""
     originals = [(torch.accelerator, "device_count"), (torch._C, "_get_accelerator")]
     functions = [getattr(module, name) for module, name in originals]
     replacements = [lambda: size, lambda: torch.device("cpu")]

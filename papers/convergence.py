@@ -108,8 +108,8 @@ def figures(losses: Sequence[float]) -> dict[str, float]:
 def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float:
     """Return how far the run with LASP is from the run without.
 
-    The larger of two relative differences: of the mean losses of the last updates, and of the last
-    losses. Infinite if one of them is not a number.
+    This is the larger of two relative differences: that of the mean losses of the last updates, and
+    that of the last losses. It is infinite if one of them is not a number.
     """
     differences = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
     if any(map(isnan, differences)):
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         help="prefix of the text that runs read (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the fork server of the ranks
     if args.iterations < 2:
         raise UserError(f"--iterations is {args.iterations}; it must be 2 or more")
 

@@ -133,7 +133,7 @@ def scalability() -> Iterator[TableRow]:
 
 
 def ablation() -> Iterator[TableRow]:
-    """Yield the longest sequence on 8 GPUs, by backend, recomputation and LASP.
+    """Yield the longest sequence on 8 GPUs per backend, with or without recomputation and LASP.
 
     Lengths are in units of 1,024 tokens.
     """

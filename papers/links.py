@@ -42,7 +42,7 @@ WARM_UP = 1
 STEPS = 4
 """Number of timed steps."""
 CALIBRATED_SHAPE = AttentionShape(num_heads=8, head_dim=16, batch=4)
-"""Attention shape that the calibration measures; its heads are the models'."""
+"""Attention shape that the calibration measures; its heads are those of the models."""
 CALIBRATED_LENGTHS = (128, 512)
 """Numbers of tokens per rank at which the calibration measures."""
 
@@ -154,7 +154,7 @@ def _link_row(
 def _gain(model: str, seconds: dict[str, float]) -> dict[str, float]:
     """Return the step times in seconds of Ring Attention and of WallFacer, and their ratio.
 
-    WallFacer's is that of its faster placement.
+    WallFacer's time is that of its faster placement.
     """
     ring = seconds[RING[model]]
     wallfacer = min(seconds[name] for name in TEAMS)

@@ -57,7 +57,7 @@ def volumes_of(tokens: int, hidden: int, ranks: int, team: int) -> tuple[float, 
 
 
 def planned(plan: Plan, heads: int, width: int) -> tuple[int, int]:
-    """Return the point-to-point and collective bytes that rank 1 sends by Longmesh's plan.
+    """Return the point-to-point and collective bytes that rank 1 sends under Longmesh's plan.
 
     The bytes are those of a bfloat16 forward pass with heads of ``width`` channels.
     """

@@ -195,7 +195,7 @@ def _keeping_method(candidates: list[Candidate], method: str) -> list[Candidate]
 
 
 def divided(config: C, processes: int) -> Iterator[C]:
-    """Yield every mesh that keeps global_batch_size, with the largest possible micro-batch.
+    """Yield every mesh that allows global_batch_size, with its largest possible micro-batch.
 
     The micro-batch size is at most the configured one. A pipeline may need more micro-batches, so
     for a mesh with a pipeline all smaller sizes that divide the largest follow.

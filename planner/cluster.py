@@ -30,7 +30,7 @@ OPTIONAL = (
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
 """Names of kernels, keyed by the key of their rate in a cluster file, such as cudnn_fraction."""
 DELTA = 1 / 6
-"""Default rate of a delta rule relative to attention's: its ratio to cuDNN published for H200."""
+"""Default rate of a delta rule relative to attention's: the published ratio to cuDNN on H200."""
 
 
 class ClusterError(UserError):
@@ -115,7 +115,7 @@ class Cluster:
     """Largest relative error of predictions for published runs with ``attention_kernel`` that were
     not used for fitting; 0 if there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Kind of processor, for a run that is planned on another machine."""
+    """Kind of processor, for planning a run on another machine."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -183,7 +183,7 @@ class Cluster:
 
     @property
     def products_flops_per_s(self) -> float:
-        """FLOP/s that matrix products reach."""
+        """FLOP/s that matmuls reach."""
         return 1e12 * self.peak_tflops * self.matmul_fraction
 
     @property

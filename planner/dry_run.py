@@ -92,7 +92,7 @@ def _on_cluster(config: Any) -> tuple[Any, Cluster]:
     """Return the configuration with the cluster's kind of device, and the cluster.
 
     Without --cluster, this machine is the cluster. A given name stays in the configuration only if
-    the method is ``auto``, since it is then chosen for that cluster.
+    the method is ``auto``, because the method is then chosen for that cluster.
     """
     name = config.context.cluster
     if name is None:
@@ -206,7 +206,7 @@ def _entries(config: Any) -> int | None:
 
 
 def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
-    """Return whether every process has enough memory, and a sentence that says so with figures."""
+    """Return True if every process has enough memory, and a sentence with the figures."""
     max_bytes = max(rehearsal.bytes for rehearsal in rehearsals)
     max_host_bytes = max(rehearsal.host for rehearsal in rehearsals)
     memory_gb = cluster.memory_gb

@@ -78,7 +78,7 @@ def fits(
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:
-    """Return the longest sequence that fits, in tokens, a multiple of ``STEP``.
+    """Return the number of tokens of the longest sequence that fits, a multiple of ``STEP``.
 
     Args:
         config: a run of a language model; its mesh and method are varied.
@@ -98,7 +98,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes on which the sequence fits: a power of two or full nodes.
+    """Return the smallest number of processes that fits: a power of two, or full nodes.
 
     Raises ConfigError if more than MAX_PROCESSES would be needed.
     """

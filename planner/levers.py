@@ -21,7 +21,7 @@ from train.config.flags import value_of
 AnyConfig = Any
 """Configuration of either entry script (pretrain_gpt.py, pretrain_dit.py)."""
 RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
-"""Recomputation policies to try, the leanest last.
+"""Recomputation policies to try, the leanest (with the least memory) last.
 
 ``selective`` is left out: with a flash kernel it keeps as much as ``none``.
 """
@@ -54,7 +54,7 @@ class Lever:
 
 
 def _chunks(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the configured chunks, then the loss in chunks, then the feed-forward too."""
+    """Return the configured chunk sizes, then a chunked loss, then a chunked feed-forward too."""
     loss = config.recompute.loss_chunk_size
     ffn = config.recompute.ffn_chunk_size
     chunked_loss = loss
@@ -139,7 +139,7 @@ def _combinations(
 
 
 def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration, then all other combinations of sharding, recompute and offload."""
+    """Yield the configuration, then it with other sharding, offload, recomputation and chunks."""
     yield config
     levers = (SHARDING, OFFLOAD, POLICY, CHUNKS)
     options = [(lever, lever.values(config, cluster)) for lever in levers]
@@ -162,7 +162,7 @@ def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield lists to try in turn: these settings, with heads in stages, with moments on the host.
+    """Yield lists of settings to try: as given, with heads in stages, with moments on the host.
 
     The last list exists only with ``moments``. Stages and moments never make a step faster, so they
     are worth trying only if nothing before them fits.

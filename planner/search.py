@@ -51,7 +51,7 @@ class Ranking:
     refused: Counter[str]
     """Number of invalid configurations, keyed by the reason."""
     over_memory: list[float]
-    """Bytes of each configuration that does not fit on the device, in its leanest settings."""
+    """Minimum bytes, over all settings tried, of each configuration too large for the device."""
     over_host_memory: list[float]
     """Bytes in host memory of each configuration for which only host memory is too small."""
     saving: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class MemoryEstimate(NamedTuple):
 def weigh(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> MemoryEstimate:
-    """Count the memory of a validated configuration; its method is ``none`` only if cp is 1.
+    """Count the memory of a validated configuration (with method ``none`` only if cp is 1).
 
     ``documents`` are the cumulative document lengths of a typical micro-batch, if tokens attend
     only within documents.
@@ -110,7 +110,7 @@ def predicted(
 ) -> Prediction:
     """Predict time and memory of a configuration; the arguments are those of ``weigh``.
 
-    A search weighs all first and predicts the time only if they fit; this predicts a single one.
+    A search instead weighs all configurations, then predicts the time only of those that fit.
     """
     return weigh(config, world_size, cluster, documents).predicted(cluster)
 
@@ -298,7 +298,7 @@ def rank(
     lengths: tuple[int, ...] = (),
     vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] | None = None,
 ) -> Ranking:
-    """Predict every method of these configurations, each in its fastest settings that fit.
+    """Predict every method of these configurations, each with the fastest settings that fit.
 
     Args:
         lengths: document lengths to draw from, if tokens attend only within documents; by default
@@ -367,7 +367,7 @@ def _ladder(
 
 
 def _fastest(fits: Sequence[MemoryEstimate], cluster: Cluster) -> Candidate:
-    """Return the fastest candidate that leaves an allocator room, or the fastest if none does."""
+    """Return the fastest candidate that leaves the allocator spare memory; else the fastest."""
     candidates = [Candidate(estimate.config, estimate.predicted(cluster)) for estimate in fits]
     limit = ROOM * 1e9 * cluster.memory_gb
     roomy = [candidate for candidate in candidates if candidate.prediction.bytes <= limit]

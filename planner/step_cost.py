@@ -27,7 +27,7 @@ from planner.step_shape import Arrangement, StepShape
 POINTWISE = 42.0
 """Number of times that the pointwise work of a layer's forward pass reads or writes activations.
 
-Each time they are the residual stream and half of the feed-forward's inner activations; the work is
+Each time covers the residual stream and half of the feed-forward's inner activations; the work is
 the norms, activations, rotations and sums between the matmuls. The backward pass does twice as
 much. Fitted to papers/tables/public_runs.csv, with the memory rates of data sheets.
 """
@@ -270,7 +270,7 @@ def delta_cost(work: StepShape, plan: Plan, cluster: Cluster, tp: int) -> DeltaC
 
 @lru_cache(maxsize=4096)
 def _delta(cost: DeltaCost) -> tuple[float, float]:
-    """Return seconds of a layer's delta rule forward and backward."""
+    """Return the seconds of a layer's delta rule in the forward and in the backward pass."""
     if cost.plan.geometry.options.delta_rule_schedule == "auto":
         cost = replace(cost, schedule=fastest_schedule(cost))
     return cost.forward(), cost.backward()
@@ -295,7 +295,7 @@ def _pipeline_seconds(
 
 
 def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> float:
-    """Predict the time of a step's weight gathers and gradient sums over dp x cp."""
+    """Predict the time of a step's weight gathers and gradient sums over dp x cp ranks."""
     num_ranks = arrangement.dp * plan.size
     if num_ranks == 1:
         return 0.0

@@ -31,7 +31,7 @@ class StepShape:
     micro_batch: int
     micro_batches: int
     window: Window | None = None
-    """Number of keys that a query sees before and after its own, in layers with a window."""
+    """Numbers of keys that a query sees before and after its own, in layers with a window."""
     windowed_layers: int = 0
     trained: int | None = None
     """Number of trained parameters; the others are frozen in the compute dtype. None means all."""

@@ -231,7 +231,7 @@ def typical_documents(
 ) -> tuple[int, ...] | None:
     """Return cu_seqlens of a typical micro-batch; None if tokens attend across documents.
 
-    Documents are drawn with a fixed seed and arranged as the dataset does: a shuffled stream is cut
+    Documents are drawn with a fixed seed and arranged as in the dataset: a shuffled stream is cut
     into samples, or whole documents are packed into samples.
 
     Args:
@@ -323,7 +323,7 @@ def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np
     if not blend_by_length:
         return drawn
 
-    # With blend_by_length the draw is repeated by groups of lengths.
+    # With blend_by_length, draw again from these, grouped by length.
     min_lengths, shares = zip(*length_shares(blend_by_length), strict=True)
     groups = []
     for low, high in pairwise((*min_lengths, np.inf)):
@@ -358,7 +358,7 @@ def _cut(
 
     The stream begins at a random point of a document; every end of a sample ends a document too.
     """
-    # Enough documents even if nothing remains of the first one.
+    # Draw enough documents, even if nothing remains of the first one.
     num_documents = 8 + 2 * joined // int(lengths.mean())
     drawn = generator.choice(lengths, num_documents)
     while drawn[1:].sum() < joined:

@@ -38,7 +38,7 @@ def interpreter(container: str | None = None) -> str | None:
 def digest_of_sources(config: str | None) -> str:
     """Return the digest of the sources and of the configuration file that slurm/job.sh computes.
 
-    Empty if this machine's shell lacks a program for it; the job's first start then computes it.
+    It is empty if this machine lacks a program for it; the job's first start then computes it.
     """
     program = 'source slurm/job.sh && sources "$1" | digest'
     command = ["bash", "-c", program, "bash", config or ""]

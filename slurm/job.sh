@@ -4,7 +4,7 @@
 #   LAUNCHER           ranks: srun starts one per GPU (default). torchrun: srun starts one torchrun per node
 #   PYTHON             default: .venv/bin/python, or python3 if there is none or in a container
 #   CONTAINER          image; CONTAINER_RUNTIME is pyxis (default) or apptainer, CONTAINER_MOUNTS more folders, A:B,C:D
-#   MOST_REQUEUES      number of times that a job is queued again at most; 100
+#   MOST_REQUEUES      maximum number of times that a job is queued again; 100
 #   LONGMESH_SOURCES   digest of the sources at submission, by slurm.submit; default: the one at the first start
 
 MOST_STUCK=3   # starts in a row without a new checkpoint, after which the job ends
@@ -71,7 +71,8 @@ arrange() {
     esac
 }
 
-# Print the iteration of the newest checkpoint in the folder $1; nothing without one. The pointer is written later.
+# Print the iteration of the newest checkpoint in the folder $1; nothing if there is none. The pointer file is not read,
+# since it is written later.
 newest_of() {
     ls "$1" 2>/dev/null | sed -n 's/^iter_0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1
 }

@@ -21,14 +21,14 @@ def job_script(
 ) -> str:
     """Return the job's script, which sbatch reads.
 
-    Raises UserError for the reasons of ``sbatch_options``, or if container flags are given without
-    an image.
+    Raises UserError as ``sbatch_options`` does, or if container flags are given without an image.
     """
     container = _container_variables(args)
     options = {"comment": shlex.quote(save)} | sbatch_options(args, site, gpus, save)
     head, body = read_template(site)
 
-    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)  # lines on starting it by hand
+    # Drop the lines that say how to start the script by hand.
+    head = re.sub(r"^#\n(# .*\n)+", "", head, count=1, flags=re.M)
     cluster = printable(load_cluster(args.cluster).name)
     title = f"# Train on {cluster}, {counted(gpus, 'GPU')} a node;"
     head = re.sub(r"^# Train on .*?;", lambda _: title, head, count=1, flags=re.M)

@@ -150,7 +150,7 @@ def export_model(
     merged into the weights; with ``adapter`` only the adapters are written, as PEFT's files.
 
     By default the dtype is that of the imported config.json, or of the checkpoint if there is none.
-    An import that was not trained keeps each tensor's dtype, and so do adapters without weights.
+    An untrained import keeps each tensor's dtype, and so does an export of only the adapters.
 
     Raises UserError, and writes nothing, if ``target`` exists, the run has no whole checkpoint, or
     the transformers library cannot express the model.
@@ -245,7 +245,7 @@ def _hf_folder(run: Path, config: Config) -> Path | None:
 def _cast(
     weights: Mapping[str, Tensor], read: Read, dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], Read]:
-    """Return the weights in a dtype (None: each in its own), and a function to read them."""
+    """Return the weights cast to a dtype (None keeps their own), and a function that reads them."""
     cast = {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
 
     def read_cast(name: str) -> Tensor:
@@ -292,7 +292,7 @@ def _write_chat(
 
 
 def _length_trained_on(run: Path, config: Config) -> int:
-    """Return the longest training sequence of a run and of the runs whose weights it began with."""
+    """Return the longest sequence length of a run and of the runs whose weights it began with."""
     longest = config.train.seq_length
     visited = {run}
     while config.checkpoint.load:

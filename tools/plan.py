@@ -68,7 +68,7 @@ from train.run import exit_status
 
 DEFAULT_TOP = 10
 DEFAULT_CLUSTER = "h100"
-"""Cluster of a named model if neither a flag nor a GPU decides it."""
+"""Default cluster of a named model, used if neither a flag nor a GPU decides."""
 MIN_TOKENS = 8192
 """Number of tokens per GPU and step that a named model's batch has, unless a flag sets it.
 

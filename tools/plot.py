@@ -130,7 +130,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 
     Other fields get a panel each.
 
-    Raises UserError if ``smooth`` is out of range, or for the reasons given in ``read_curves``.
+    Raises UserError if ``smooth`` is out of range, or as ``read_curves`` does.
     """
     from matplotlib.figure import Figure
 

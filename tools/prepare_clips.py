@@ -1,6 +1,6 @@
 """Turn a folder of videos with captions into cached latents and text embeddings of Wan.
 
-Each video has its caption in a text file of its name (clip.mp4, clip.txt), or in a row of the
+Each video has its caption in a text file of the same name (clip.mp4, clip.txt), or in a row of the
 folder's metadata.jsonl with file_name and text. Frames are taken from the video's start at --fps,
 resized to cover the size, and cut to it. The models are local folders of diffusers and
 transformers, such as those of Wan-AI/Wan2.1-T2V-14B-Diffusers.

@@ -170,7 +170,7 @@ def _image_folder(folder: Path) -> Any:
 def _load_splits(folder: Path) -> tuple[Any, set[str]]:
     """Load a folder with the imagefolder builder of the datasets library.
 
-    Returns the splits, keyed by name, and the file endings that count as images.
+    Returns the splits, keyed by name, and the file extensions that count as images.
 
     Raises DataError if the library is not installed, or cannot read the folder.
     """
@@ -196,7 +196,7 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
 
 
 def _named_as_split(folder: Path) -> bool:
-    """Return True if the datasets library would take a folder inside as the training split.
+    """Return True if the datasets library would take one of the folders as the training split.
 
     It would then leave out all other folders.
     """

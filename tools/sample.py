@@ -35,7 +35,7 @@ from train.run import run_entry
 
 @dataclass(frozen=True)
 class Session:
-    """A loaded model and the settings to draw texts from it; its methods are collective."""
+    """A loaded model and the settings to generate text with it; its methods are collective."""
 
     writer: Writer
     run: Run

@@ -179,7 +179,7 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
 
 
 def _check_target(target: Path) -> None:
-    """Raise UserError unless the target is free, or holds this package as it was written."""
+    """Raise UserError unless the target is free, or holds an unmodified package of this command."""
     fix = "move it away, or name another folder"
     if target.is_symlink():
         raise UserError(f"{target} is a symlink, but this command writes only folders; {fix}")
@@ -272,7 +272,7 @@ def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, byte
 def wheel(destination: Path, files: dict[str, bytes]) -> Path:
     """Build the project's wheel into a folder, with this environment's setuptools; return its path.
 
-    Raises UserError if it cannot be built; the message quotes the last words of pip.
+    Raises UserError if it cannot be built; the message quotes the end of pip's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "project")

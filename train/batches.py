@@ -1,4 +1,4 @@
-"""Prefetch each rank's batches, and make all ranks agree before a step to take it, stop or fail."""
+"""Prefetch each rank's batches; before a step, all ranks agree whether to run it, stop or fail."""
 
 import time
 from collections.abc import Iterator
@@ -140,7 +140,7 @@ class StopAgreement(Callback):
 
 
 class Batches:
-    """Takes the batch of each step on this rank, and agrees on it with the other ranks."""
+    """Takes this rank's batches, and agrees with the other ranks whether to run, stop or fail."""
 
     def __init__(self, task: Task[Any], clock: Clock, saves: Saves | None) -> None:
         """Set up for a run; pass ``saves`` if checkpoints are saved in the background."""
@@ -159,7 +159,7 @@ class Batches:
             num_workers=task.config.data.num_workers,
             pin_memory=task.mesh.device.type == "cuda",
         )
-        """Settings by which a global batch is divided among data-parallel ranks and read."""
+        """Settings for dividing a global batch among data-parallel ranks, and for reading it."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
         """Return this rank's shard of each step's micro-batches, prefetched one step ahead."""
@@ -168,7 +168,7 @@ class Batches:
         return Prefetcher(local_steps, self._task.mesh.device)
 
     def take(self, steps: Iterator[list[Batch]]) -> StepBatch | None:
-        """Take a step's micro-batches and agree on them; None if no step follows; collective.
+        """Take a step's micro-batches if all ranks agree; None if no step follows; collective.
 
         One all-reduce per step carries everything that ranks must agree on before it: the token and
         FLOP counts, failures, requests to stop, and readiness for a background save. If one rank

@@ -124,7 +124,7 @@ def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) ->
 
 
 def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
-    """Return the cumulative document lengths of a mask on one process; None without documents.
+    """Return a mask's cu_seqlens without context parallelism; None if the mask has no documents.
 
     Padding counts as a document.
     """
@@ -139,7 +139,7 @@ def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
 def _linear_context_of(
     config: Config, group: dist.ProcessGroup | None, multiple: int, links: Transport | None
 ) -> tuple[ContextParallel, LinearAttend]:
-    """Set up linear attention: by the method, or locally if one process has whole sequences."""
+    """Set up linear attention: the method's, or a local one if a process has whole sequences."""
     backend = select_linear_backend(
         config.context.attention_backend, config.mesh.device_type, config.train.dtype
     )
@@ -290,7 +290,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
-    """Return the kernel's name for full tiles of softmax attention; torch's without a method."""
+    """Return the kernel's name for full tiles of softmax attention, or torch's without a method."""
     device = config.mesh.device_type
     is_local_hybrid = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not is_local_hybrid):

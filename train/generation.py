@@ -4,7 +4,7 @@ The prefill is an ordinary forward pass under any context-parallel method, in wh
 the keys and values of its own tokens. In decoding, all context-parallel ranks read each new token,
 attend to their share of the cache, and merge the results by their log-sum-exp (LSE); they cache the
 new tokens in turn. Recurrent layers have the same states on all of them. Pipeline stages pass
-hidden states on, and the last one draws the next token.
+hidden states on, and the last one chooses the next token.
 
 Shapes: B prompts, T new tokens of this rank, C hidden size, V vocabulary entries.
 """
@@ -115,7 +115,7 @@ class Writer:
                     validate_entries(num_entries, mesh.tp.size())
             config = config_as_trained(config.updated(vocab_size=vocab_size), manifest.extra)
         if choose is not None:
-            # With this run's --load, ``with_method`` could take the method of the loaded run.
+            # Drop --load: ``with_method`` could take the method of the run that this one loaded.
             config = replace(config, checkpoint=CheckpointConfig())
             config = with_method(config, dist.get_world_size(), choose)
         if dtype is None:
@@ -356,7 +356,7 @@ class Writer:
     def _next_tokens(
         self, hidden: Tensor | None, draw: Choose, num_sequences: int, *, is_scattered: bool
     ) -> Tensor:
-        """Return the next tokens [B] on every rank, drawn by the first rank of the last stage.
+        """Return the next tokens [B] on every rank; the last stage's first rank chooses them.
 
         If ``is_scattered``, each sequence's hidden state is on one context-parallel rank only.
         """

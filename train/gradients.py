@@ -85,7 +85,7 @@ def reduce_and_clip(
 ) -> tuple[float, float]:
     """Reduce and clip a step's gradients; return the loss, and their norm before clipping.
 
-    Collective. Both numbers are read in one copy, for which alone a step waits for the device.
+    Collective. Both numbers are read in one copy; only there does a step wait for the device.
 
     Raises:
         RuntimeError: part of the model has no gradient.

@@ -213,7 +213,7 @@ def claim_folder(config: CommonConfig) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ConfigError if a name that the run writes is a folder, link or device there."""
+    """Raise ConfigError if a file that the run would write is a folder, link or device."""
     for name in FILES:
         path = folder / name
         kind = not_a_file(path)

@@ -233,9 +233,9 @@ def _repeat_last(values: Tensor, length: int) -> Tensor:
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row.
 
-    One channel is shown in grey and three as colours, clipped to values from -1 to 1. Latents with
-    other numbers of channels have no colours, so their first three channels are shown, or of two
-    only the first, clipped to values from -3 to 3. Only the first frame of a video is shown.
+    One channel is shown in grey and three as colours, clipped to values from -1 to 1. Other numbers
+    of channels have no colours: the first three are shown (of two only the first), clipped to
+    values from -3 to 3. Only the first frame of a video is shown.
     """
     from PIL import Image
 
@@ -295,12 +295,12 @@ def picture_writer(
     num_classes = min(sampling.sample_classes, config.model.num_classes)
     labels = by_class(range(num_classes), sampling.samples_per_class)
     batch_size = micro_batch_size
-    if sampling.guidance != 1:  # each sample is in the model twice
+    if sampling.guidance != 1:  # each sample goes through the model twice
         batch_size = max(1, micro_batch_size // 2)
     pictures = Path(folder) / "samples"
     with raise_together():
         if is_first():
-            import_module("PIL.Image")  # so that it fails before training, not after a validation
+            import_module("PIL.Image")  # so that a missing PIL is reported before training
             problem = unwritable(pictures, "choose another --save")
             if problem:
                 raise ConfigError(f"pictures go to {pictures}, {problem}")

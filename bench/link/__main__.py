@@ -3,12 +3,12 @@
 The nodes are network namespaces of 4 ranks each. They are joined by one link of 100 Mbit/s, which
 all ranks of a node share, or by rails, a link of 100 Mbit/s for each rank. A tiny GPT, a tiny LLaMA
 (grouped queries) and a tiny TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on
-the standard library's sources with pretrain_gpt.py, each configuration first without the limit and
-then with it.
+the source files of Python's standard library with pretrain_gpt.py, each configuration first without
+the limit and then with it.
 
-"Attention by the plan" is the part of the crossed bytes that the plans predict; the rest is
-gradients, headers and other collectives. Needs Linux, iproute2 and root (or `unshare --user
---map-root-user --net` before the command); nothing is left behind, however it ends.
+The column "attention by the plan" has the bytes over the link that the plans predict; the rest of
+"crossed" is gradients, headers and other collectives. Needs Linux, iproute2 and root (or `unshare
+--user --map-root-user --net` before the command); nothing is left behind, however it ends.
 
     # every model, both links, every configuration
     python -m bench.link

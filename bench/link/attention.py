@@ -66,7 +66,7 @@ class Contestant:
     team: int = 1
 
     def plan(self, work: MaskedShape, network: Network) -> Plan:
-        """Return the plan on a network's ranks. Raises ContextError for ``make_plan``'s reasons."""
+        """Return the plan on a network's ranks. Raises ContextError as ``make_plan`` does."""
         plan = work.plan(
             self.method, network.size, ranks_per_node=network.ranks_per_node, team_size=self.team
         )
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int:
-    """Return the bytes that cross the link in the busier direction, by the contestant's plan."""
+    """Return the bytes that cross the link in the busier direction, according to the plan."""
     sizes = {
         "batch": 1,
         "heads": work.num_heads,

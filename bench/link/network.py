@@ -206,7 +206,7 @@ def check_permission() -> None:
 def prepare_machine() -> None:
     """Check the permission, and set the environment of the ranks.
 
-    Raises NetworkError for the reasons of ``check_permission``.
+    Raises NetworkError as ``check_permission`` does.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # otherwise torch would warn that the namespaces have no name server

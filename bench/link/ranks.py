@@ -36,11 +36,11 @@ from train.tasks.registry import ENTRIES
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
 WARM_UP = 1
-"""Number of first steps without the limit that do not count, since they set up connections."""
+"""Number of warm-up steps without the limit, which set up connections and do not count."""
 UNLIMITED = 1
-"""Number of timed steps without the limit, after the warm-up."""
+"""Number of timed steps without the limit, after the warm-up steps."""
 WARM_UP_LIMITED = 1
-"""Number of first steps within the limit that do not count, since TCP still adapts its window."""
+"""Number of warm-up steps with the limit, in which TCP adapts its window; they do not count."""
 SHARED = {"shared": "one link for all ranks", "rails": "a link for each rank"}
 COLUMNS: dict[str, Column] = {
     "": "{name}",
@@ -188,7 +188,7 @@ def run_steps(
 
 
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
-    """Return the bytes that a step's attentions send to node 1 and to node 0, by the plan.
+    """Return the bytes that a step's attentions send to node 1 and node 0, according to the plan.
 
     With tensor parallelism they are 0, since its layers exchange tokens outside of the plan.
     """
@@ -251,7 +251,7 @@ def figures(
     args: argparse.Namespace,
     run: Callable[[Callable[[int], None], int], list[Iteration]],
 ) -> dict[str, Any]:
-    """Return a contestant's median step times without and within the limit, and its traffic.
+    """Return a contestant's median step times without and with the limit, and its traffic.
 
     ``run(before, steps)`` returns iterations as ``iterate`` does. ``crossed`` is the bytes of a
     step in the busier direction; ``on_link`` is the time that they take at the link's rate, as a
@@ -306,7 +306,7 @@ def run_bench(
 ) -> None:
     """Measure, print a report, and write it to ``--results`` if given.
 
-    Raises UserError if the rate is invalid, and NetworkError for ``prepare_machine``'s reasons.
+    Raises UserError if the rate is invalid, and NetworkError as ``prepare_machine`` does.
     """
     bits_per_second(args.rate)
     prepare_machine()

@@ -40,14 +40,14 @@ if args.resume:
     optimizer.load_state_dict(state["optimizer"])
 files = sorted(args.clips.glob("clip-*.safetensors"))
 for step in range(state["step"] + 1, args.steps + 1):
-    # Every rank of a group takes the same samples, and each group others.
+    # Every rank of a group takes the same samples, and each group takes different ones.
     number = step * (ranks // args.context) + accelerator.process_index // args.context
     samples = range(number * args.clips_per_group, (number + 1) * args.clips_per_group)
     clips = default_collate([load_file(files[sample % len(files)]) for sample in samples])
     latents = clips["latents"].to(device, torch.float32)
     text = clips["text"].to(device, torch.float32)
     time = uniform(samples).to(device)
-    time = 3 * time / (1 + 2 * time)  # shifted by 3, as Wan at 480p
+    time = 3 * time / (1 + 2 * time)  # shifted by 3, as for Wan at 480p
     noisy, target = flow_matching(latents, cp.noise_like(latents, samples), time)
     loss = (wrapped(noisy, 1000 * time, text, return_dict=False)[0] - target).square().mean()
     accelerator.backward(loss)

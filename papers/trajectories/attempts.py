@@ -114,7 +114,7 @@ def roll_out(
     return.
 
     Args:
-        read: function from ``Writer.begin`` that reads tokens and draws each task's next door.
+        read: function from ``Writer.begin`` that reads tokens and samples each task's next door.
         right: the right doors, int64 [K, R].
         shuffled: move on to the next one of the K tasks after each attempt, so that no attempt in
             the context is at the current task.
@@ -158,9 +158,9 @@ def roll_out(
 def play(
     run: Path, codec: Codec, right: np.ndarray, attempts: int, *, shuffled: bool = False
 ) -> np.ndarray:
-    """Play tasks with a run's model, which draws the doors; see ``roll_out`` for the arguments.
+    """Play tasks with a run's model, which samples the doors; arguments as in ``roll_out``.
 
-    Only tokens of doors are drawn, since no other token is a move in the world.
+    Only tokens of doors are sampled, since no other token is a move in the world.
     """
     first = int(codec.offsets[codec.acts][0])
     draw = Draw(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(SEED))
@@ -350,7 +350,7 @@ def main(argv: list[str] | None = None) -> None:
         help="folder of training data and models (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the fork server of the ranks
 
     size = Size(tasks=args.tasks, iterations=args.iterations, unseen=args.unseen)
     path = args.results / RESULTS.name

@@ -25,8 +25,8 @@ SLIPS = (0.1, 0.2, 0.3)
 """Shares of steps in which a player opens a random door, whatever it knows; each player has one of
 these shares."""
 NOVICE = 24
-"""Each player begins with attempts in which it opens only random doors; their number is drawn below
-this one. Without such attempts, a model could infer the right doors from how often a player opens
+"""A player opens only random doors in its first attempts; their number is random, and below this
+one. Without such attempts, a model could infer the right doors from how often a player opens
 them, and would not need the rewards."""
 
 

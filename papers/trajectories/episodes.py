@@ -280,7 +280,7 @@ class Chains:
     the longest sequence.
     """
     seed: int = 0
-    """Seed that deals the attempts at a task to its sequences, and orders the sequences."""
+    """Seed for dealing the attempts at a task to its sequences, and for shuffling the sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)

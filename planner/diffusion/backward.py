@@ -1,4 +1,4 @@
-"""Totals of a recorded forward, and the memory of its backward: saved tensors and gradients."""
+"""Totals of a recorded forward pass, and the memory that its backward pass needs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,25 +10,25 @@ from planner.diffusion.tape import Tape
 
 @dataclass(frozen=True)
 class Trace:
-    """Totals of a forward (weights, FLOPs and bytes), and the memory that its backward needs."""
+    """Totals of a forward pass (weights, FLOPs, bytes), and the memory of its backward pass."""
 
     parameters: int
     trained: int
     products: int
-    """FLOPs of matrix products, forward."""
+    """FLOPs of the forward pass's matmuls."""
     backward_products: int
     attention: int
-    """FLOPs of attention to local keys, forward."""
+    """FLOPs of attention to local keys in the forward pass."""
     moved: int
-    """Bytes that operators between the products read and write, forward."""
+    """Bytes that operators between the matmuls read and write in the forward pass."""
     inputs: int
     """Bytes of the inputs that only this part of the model has; checkpointing keeps them."""
     shared: int
     """Bytes of the inputs that all blocks share."""
     saved: int
-    """Bytes that autograd keeps for the backward."""
+    """Bytes that autograd keeps for the backward pass."""
     peak: int
-    """Bytes at the peak of the backward or, if larger, of the forward repeated by checkpointing."""
+    """Peak bytes of the backward pass or, if larger, of the forward pass that it repeats."""
 
 
 def trace(training: Training, samples: int, forward: Callable[[Tape], Sequence[Symbol]]) -> Trace:
@@ -65,13 +65,13 @@ def saved_bytes(operations: Iterable[Operation]) -> int:
 
 
 def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
-    """Return the peak bytes while checkpointing repeats a forward.
+    """Return the peak bytes while checkpointing repeats a forward pass.
 
     A tensor is freed after the last operator that reads it or, if a variable holds it, when the
-    forward ends. Tensors saved for the backward stay. The gradients of the outputs exist already.
-    The repetition stops once all tensors that the backward needs are saved.
+    forward pass ends. Tensors saved for the backward pass stay. The gradients of the outputs exist
+    already. The repetition stops once all tensors that the backward pass needs are saved.
     """
-    # The last operator that reads each storage, and the last that saves anything.
+    # Find the last operator that reads each storage, and the last one that saves anything.
     num_operations = 0
     last_use: dict[Storage, int] = {}
     for index, operation in enumerate(tape.operations):
@@ -99,7 +99,7 @@ def forward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
 
 
 def backward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
-    """Return the peak bytes of a backward: its inputs, saved storages and gradients.
+    """Return the peak bytes of a backward pass: its inputs, saved storages and gradients.
 
     Operators run in reverse. Each allocates the gradients of its inputs, then frees what it saved
     and the gradient of its output. The gradients of a symbol that several operators read are summed
@@ -114,7 +114,7 @@ def backward_bytes(tape: Tape, outputs: Iterable[Symbol]) -> int:
 
 
 class _Backward:
-    """Storages that are alive while a backward runs."""
+    """Storages that are alive while a backward pass runs."""
 
     def __init__(self, tape: Tape) -> None:
         self.peak = 0
@@ -129,15 +129,15 @@ class _Backward:
                 self._retain(storage)
 
     def add_gradient(self, symbol: Symbol) -> None:
-        """Add the gradient of an output, with which the backward begins."""
+        """Add the gradient of an output, with which the backward pass begins."""
         storage = Storage(symbol.bytes)
         self._retain(storage)
         self._accumulate(symbol, storage)
 
     def run(self, operation: Operation) -> None:
-        """Run the backward of an operator."""
+        """Run the backward pass of an operator."""
         gradient = self._gradients.pop(operation.output, None)
-        if gradient is None:  # no output of the forward depends on it
+        if gradient is None:  # no output of the forward pass depends on it
             gradient = Storage(0)
             self._retain(gradient)
 

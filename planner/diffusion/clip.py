@@ -96,7 +96,7 @@ def transformer_of(entries: dict[str, Any]) -> Transformer:
 
 
 def _check_value(key: str, value: Any, default: Any) -> None:
-    """Raise ModelError unless a value has the kind of its default.
+    """Raise ModelError unless a value has the type of the key's default, and is in range.
 
     A default of None allows integers too.
     """
@@ -169,7 +169,7 @@ class Clip:
         return prod(self.grid(model))
 
     def text_tokens(self, model: Transformer) -> int:
-        """Return the number of text tokens, with those of a picture and of a second text encoder.
+        """Return the number of text tokens, including those of a picture and a second text encoder.
 
         Raises ClipError if the model cannot take this number.
         """
@@ -189,7 +189,7 @@ class Clip:
         return image + self.text_tokens(model) if model.joint else image
 
     def local_tokens(self, model: Transformer, local_len: int, samples: int = 1) -> Tokens:
-        """Return the tokens of the busiest rank, if each rank has ``local_len`` tokens."""
+        """Return the token counts of the busiest rank, if each rank has ``local_len`` tokens."""
 
         # Image tokens come before the text's, so the first rank has the most of them.
         whole_image = self.image_tokens(model)

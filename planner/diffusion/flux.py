@@ -69,7 +69,7 @@ class Flux(Transformer):
 
     @property
     def blocks(self) -> list[Blocks]:
-        """Blocks of two streams, then of one."""
+        """The two-stream blocks, then the one-stream blocks."""
         block = JointBlock(
             self.hidden, self.inner, self.heads, has_eager_norms=False, rotates_text=True
         )

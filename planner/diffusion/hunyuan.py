@@ -56,7 +56,7 @@ class HunyuanVideo(Transformer):
     text_tokens = 256
 
     def _check(self) -> None:
-        """Refuse norms of q and k other than RMSNorm, and a first frame with its own time."""
+        """Refuse norms of q and k other than RMSNorm, and a first frame with its own timestep."""
         self._require("qk_norm", "rms_norm")
         self._require("image_condition_type", None, "latent_concat")
 
@@ -84,7 +84,7 @@ class HunyuanVideo(Transformer):
 
     @property
     def blocks(self) -> list[Blocks]:
-        """Blocks of two streams, then of one."""
+        """The two-stream blocks, then the one-stream blocks."""
         return [
             Blocks(self.layers, self._block.two_streams),
             Blocks(self.config["num_single_layers"], self._block.one_stream),
@@ -103,7 +103,7 @@ class HunyuanVideo(Transformer):
         return [image, time, self._refined_text(tape, samples, tokens.whole_text)]
 
     def _refined_text(self, tape: Tape, samples: int, text_tokens: int) -> Symbol:
-        """Return the refined text tokens; the refiner also embeds the time and the tokens' mean."""
+        """Return the refined text tokens; the refiner also embeds the timestep and their mean."""
         hidden = self.hidden
         channels = self.config["text_embed_dim"]
         pooled = tape.input(samples, channels, is_tracked=False)
@@ -172,7 +172,7 @@ class HunyuanVideo15(HunyuanVideo):
 
     @property
     def blocks(self) -> list[Blocks]:
-        """Blocks of two streams."""
+        """The blocks, all of two streams."""
         block = replace(self._block, has_mask=True)
         return [Blocks(self.layers, block.two_streams)]
 

@@ -1,8 +1,8 @@
-"""Memory of a training step on clips: weights as for any model, activations from the record.
+"""Memory of a training step on clips: activations are counted from the recorded forward pass.
 
-It may peak at the moments of planner/step_memory.py. With checkpointing, a block keeps only its
-inputs until its backward, which computes the block again; without, it keeps all tensors that
-autograd saves.
+Weights are counted as for any model, and memory may peak at any of the moments in
+planner/step_memory.py. With checkpointing, a block keeps only its inputs until its backward pass,
+which computes the block again; without, it keeps all tensors that autograd saves.
 """
 
 from parallel.context import Plan
@@ -62,7 +62,7 @@ def _uncopied_bytes(run: ClipRun, traces: Traces) -> float:
 
 
 def _largest_block_bytes(run: ClipRun, traces: Traces) -> float:
-    """Return the bytes by which the two gathered blocks may exceed two mean ones.
+    """Return the bytes by which two gathered blocks may exceed two blocks of mean size.
 
     While a block runs, the next one is gathered already; both may be as large as the largest.
     """
@@ -76,17 +76,17 @@ def _largest_block_bytes(run: ClipRun, traces: Traces) -> float:
 def _activations(
     run: ClipRun, model: Transformer, tokens: Tokens, traces: Traces
 ) -> tuple[Moments, Moments]:
-    """Return the bytes kept for the backward at each moment, and those of temporary tensors.
+    """Return the bytes kept for the backward pass at each moment, and those of temporary tensors.
 
-    The temporary tensors are those of the loss or of a block's backward.
+    The temporary tensors are those of the loss or of a block's backward pass.
     """
     blocks = traces.blocks
     waiting = waiting_bytes(run, traces)
     whole_rows = tokens.samples * tokens.whole_image
     clip = LOSS_COPIES * 4 * whole_rows * model.out_width
 
-    # The last block's backward runs first, with all kept tensors in memory; the first block's runs
-    # last, with only its own.
+    # The last block's backward pass runs first, with all kept tensors in memory; the first block's
+    # runs last, with only its own.
     outside = clip + outside_bytes(run, model, tokens, traces)
     activations = Moments(
         loss=outside + sum(waiting),
@@ -96,16 +96,16 @@ def _activations(
         end=outside,
     )
 
-    # A block's backward, without its bytes that are already counted as kept.
+    # A block's backward pass, without its bytes that are already counted as kept.
     first = blocks[0].peak / run.tp - waiting[0]
     last = blocks[-1].peak / run.tp - waiting[-1]
-    # At the end: the gradient of all embedded tokens, and the tensor into which a rank's is copied.
+    # At the end: the gradient of all embedded tokens, and the tensor into which a rank's is put.
     embedded = run.element_size * whole_rows * model.hidden
     return activations, Moments(clip, last, first, first, 2 * embedded)
 
 
 def outside_bytes(run: ClipRun, model: Transformer, tokens: Tokens, traces: Traces) -> float:
-    """Return the bytes kept for the backward outside the blocks and the loss."""
+    """Return the bytes kept for the backward pass outside the blocks and the loss."""
     tables = TABLES * 4 * model.head_dim * tokens.image
     shared = max(block.shared for block in traces.blocks)
     saved = sum(part.saved for part in traces.outside)
@@ -113,7 +113,7 @@ def outside_bytes(run: ClipRun, model: Transformer, tokens: Tokens, traces: Trac
 
 
 def waiting_bytes(run: ClipRun, traces: Traces) -> list[float]:
-    """Return the bytes that each block keeps from its forward to its backward."""
+    """Return the bytes that each block keeps from its forward pass to its backward pass."""
     waiting = []
     for index, block in enumerate(traces.blocks):
         is_recomputed = index < run.recomputed

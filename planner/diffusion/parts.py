@@ -7,10 +7,10 @@ from planner.diffusion.symbols import Symbol
 from planner.diffusion.tape import Tape
 
 ROTATED_IN_BF16 = 52
-"""Bytes per element that diffusers' ``apply_rotary_emb`` reads and writes, forward."""
+"""Bytes per element that the forward pass of diffusers' ``apply_rotary_emb`` reads and writes."""
 ROTATED_IN_FLOAT32 = 40
 TIME_CHANNELS = 256
-"""Number of channels of a time's sinusoidal embedding in Flux and HunyuanVideo."""
+"""Number of channels of the sinusoidal timestep embedding in Flux and HunyuanVideo."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Tokens:
     whole_image: int
     whole_text: int
     has_time_per_token: bool = False
-    """True if each token has its own time, as in image-to-video training of Wan 2.2."""
+    """True if each token has its own timestep, as in image-to-video training of Wan 2.2."""
 
     @property
     def image_rows(self) -> int:
@@ -68,7 +68,7 @@ class JointBlock:
     """True if each block makes a mask of all pairs of tokens, in memory during its attention."""
 
     def two_streams(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record a block with separate weights for image and text, 36 d^2 in total."""
+        """Record a block with separate weights for image and text: 36 d^2 for d channels."""
         image = Stream(
             tape.input(tokens.image_rows, self.hidden),
             ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -131,7 +131,7 @@ class JointBlock:
         return tape.add(x, tape.multiply(transformed, last_gate))
 
     def one_stream(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record a block of joined tokens with attention beside feed-forward; 15 d^2 weights."""
+        """Record a block of joined tokens, attention parallel to feed-forward: 15 d^2 weights."""
         image = tape.input(tokens.image_rows, self.hidden)
         text = tape.input(tokens.text_rows, self.hidden)
         time = shared_time(tape, tokens, self.hidden)
@@ -155,7 +155,7 @@ class JointBlock:
         if not self.rotates_text:
             out = tape.copy(out)
 
-        # One projection for the outputs of both.
+        # One projection for the outputs of attention and feed-forward.
         both = tape.join_channels(out, inner)
         both = tape.linear(both, self.hidden, "proj_out")
         tape.hold(normed, inner, out)
@@ -181,7 +181,7 @@ class JointBlock:
 
 
 def shared_time(tape: Tape, tokens: Tokens, hidden: int) -> Symbol:
-    """Return the embedded time of each sample, which all blocks share."""
+    """Return the timestep embedding of each sample, which all blocks share."""
     is_trained = tape.training.trains_all
     return tape.input(tokens.samples, hidden, is_tracked=is_trained, is_shared=True)
 
@@ -201,26 +201,26 @@ def feed_forward(tape: Tape, x: Symbol, inner: int, name: str, width: int | None
 
 
 def two_products(tape: Tape, x: Symbol, width: int) -> Symbol:
-    """Return an embedding by two linear modules with an activation between."""
+    """Return the embedding that two linear modules with an activation between them compute."""
     projected = tape.linear(x, width, "linear_1")
     activated = tape.activation(projected)
     return tape.linear(activated, width, "linear_2")
 
 
 def embedded_time(tape: Tape, samples: int, hidden: int) -> Symbol:
-    """Return the embedding of each sample's time, or of its guidance."""
+    """Return the embedding of each sample's timestep or guidance weight."""
     frequencies = tape.input(samples, TIME_CHANNELS, is_tracked=False)
     return two_products(tape, frequencies, hidden)
 
 
 def embedded_input(tape: Tape, rows: int, channels: int, width: int) -> Symbol:
-    """Return embedded patches or texts, by a linear module whose input needs no gradient."""
+    """Return patches or text tokens, embedded by a linear module whose input needs no gradient."""
     x = tape.input(rows, channels, is_tracked=False)
     return tape.linear(x, width, "embedder")
 
 
 def continuous_end(tape: Tape, tokens: Tokens, hidden: int, width: int) -> list[Symbol]:
-    """Record the last norm, scaled and shifted by each sample's time, and the output projection."""
+    """Record the last norm, modulated by each sample's timestep, and the output projection."""
     image = tape.input(tokens.image_rows, hidden)
     time = tape.input(tokens.samples, hidden, is_tracked=tape.training.trains_all)
     scale, shift = modulations(tape, time, hidden, 2)

@@ -33,7 +33,7 @@ class ClipRun:
     """Number of clips per micro-batch."""
     strategy: Strategy = "zero3"
     recomputed: int = 0
-    """Number of blocks that the backward computes again; diffusers' checkpointing takes all."""
+    """Number of blocks recomputed in the backward pass; diffusers' checkpointing takes all."""
     element_size: int = 2
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = LORA_TARGETS
@@ -51,11 +51,11 @@ class ClipRun:
         return self.batch // (self.groups * self.samples)
 
     def training(self, plan: Plan | None = None, buffers: int = 0) -> Training:
-        """Return the settings with which the forward is recorded.
+        """Return the settings with which the forward pass is recorded.
 
         Args:
             plan: plan of the joint attention; by default, that of one rank.
-            buffers: bytes that the joint attention's backward needs.
+            buffers: bytes that the joint attention's backward pass needs.
         """
         return Training(
             self.element_size,
@@ -117,7 +117,7 @@ def whole_traces(model: Transformer, clip: Clip, training: Training) -> Traces:
 
 
 def clip_flops(model: Transformer, clip: Clip, training: Training) -> tuple[int, int]:
-    """Return the FLOPs of a forward for one clip, and those of a backward."""
+    """Return the FLOPs of a forward pass for one clip, and those of a backward pass."""
     traces = whole_traces(model, clip, training)
     pairs = clip.attended_tokens(model) ** 2
     joint = ATTENTION * pairs * model.hidden * len(traces.blocks)

@@ -24,9 +24,9 @@ from runtime.errors import UserError, divisors
 from runtime.progress import Progress
 
 ALONE = FullContextConfig(context_parallel_method="ring", context_parallel_layout="contiguous")
-"""Method for a single rank, on which all methods are the same; also the base of other methods.
+"""Configuration for a single rank, on which all methods are the same; others are variants of it.
 
-Its layout suits them all, since tokens of clips stay in order.
+Its layout suits every method, since tokens of clips stay in order.
 """
 MAX_STEPS = 1 << 12
 """Maximum number of tokens along frames, or along the height, of the clips to try."""
@@ -39,7 +39,7 @@ class Choices(NamedTuple):
     """Numbers of ranks per clip."""
     methods: tuple[str, ...]
     recomputed: tuple[int, ...]
-    """Numbers of blocks that are computed again: none, or all."""
+    """Numbers of blocks to recompute in the backward pass: none, or all."""
 
 
 class ClipCandidate(NamedTuple):
@@ -57,7 +57,7 @@ class ClipRanking:
     refused: Counter[str]
     """Number of impossible runs, keyed by the reason."""
     over_memory: list[float]
-    """Bytes of each run that does not fit, in its leanest settings."""
+    """Minimum bytes, over all settings tried, of each run that does not fit."""
 
 
 def full_methods() -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def runs_of(
     choices: Choices,
     refused: Counter[str],
 ) -> Iterator[ClipRun]:
-    """Yield the possible runs, each once; the reasons of the others are counted in ``refused``."""
+    """Yield the possible runs, each once; count the reasons against the others in ``refused``."""
     for context in choices.contexts:
         run = replace(base, context=context)
         if run.batch % (run.groups * run.samples):
@@ -138,7 +138,7 @@ def rank_clip(
 
 
 def _fastest(fitting: list[ClipCandidate], cluster: Cluster) -> ClipCandidate:
-    """Return the fastest run that leaves an allocator room, or the fastest if none does."""
+    """Return the fastest run that leaves the allocator spare memory; else the fastest."""
     limit = ROOM * 1e9 * cluster.memory_gb
     roomy = [candidate for candidate in fitting if candidate.prediction.bytes <= limit]
     return min(roomy or fitting, key=lambda candidate: candidate.prediction.time)
@@ -202,7 +202,7 @@ def _sizes(model: Transformer, clip: Clip) -> Callable[[int], Clip]:
 def _fits(
     model: Transformer, clip: Clip, base: ClipRun, cluster: Cluster, choices: Choices
 ) -> bool:
-    """Return True if any method fits, with the most recomputation of ``choices``."""
+    """Return True if the clip fits with any method, at the maximum recomputation in ``choices``."""
     limit = ROOM * 1e9 * cluster.memory_gb
     for run in runs_of(model, clip, base, cluster, choices, Counter()):
         candidate = replace(run, recomputed=max(choices.recomputed))

@@ -2,10 +2,10 @@
 
 Attention and communication are counted from the plan that ``parallel.diffusers`` executes, and
 their times are summed as for language models (planner/step_cost.py, step_memory.py). All else is
-counted from the recorded forward of the model's class: matmuls, the bytes that operators between
-them read and write, cross-attention to keys that every rank has, and the memory of a block's
-backward. Every rank computes the parts before the blocks for all tokens, and the prediction is
-gathered after the blocks.
+counted from the recorded forward pass of the model's class: matmuls, the bytes that operators
+between them read and write, cross-attention to keys that every rank has, and the memory of a
+block's backward pass. Every rank computes the parts before the blocks for all tokens, and the
+prediction is gathered after the blocks.
 
 Not counted are the encoders of text and pictures, whose outputs are cached, and the time of the
 optimizer's step.
@@ -33,7 +33,7 @@ class ClipPrediction:
     seconds: dict[str, float]
     memory: dict[str, float]
     forward: float
-    """Seconds of the step that its forwards take."""
+    """Seconds that the step's forward passes take."""
     pointwise: float
     """Seconds of the cause ``linear`` without matmuls: norms, gates, casts, rotations and sums."""
     flops: float
@@ -79,7 +79,7 @@ class ClipStep:
         geometry = self.plan.geometry
         self.sizes = sizes(geometry, run.samples, heads, heads, model.head_dim, run.element_size)
 
-        # The forward is recorded with the buffers of that plan's backward.
+        # The forward pass is recorded with the buffers that the plan's backward pass needs.
         moves = self.plan.backward_moves(self.sizes)
         buffers = backward_buffers(self.plan, self.sizes, moves) * run.tp
         self.traces = traces_of(model, run.training(self.plan, buffers), self.tokens)
@@ -144,11 +144,11 @@ class ClipStep:
         )
         seconds["recompute"] *= self.run.recomputed / len(self.traces.blocks)
         seconds["outside the blocks"] = sum(self._outside())
-        seconds["gather"] = 3 * self._gather()  # its backward is an all-reduce
+        seconds["gather"] = 3 * self._gather()  # its backward pass is an all-reduce
         return {cause: float(time) for cause, time in seconds.items() if time}
 
     def forward_seconds(self) -> float:
-        """Return the seconds of a step that its forwards take."""
+        """Return the seconds that a step's forward passes take."""
         block = self._block()
         blocks = len(self.traces.blocks) * (block.products + block.pointwise + block.attention)
         outside, _ = self._outside()

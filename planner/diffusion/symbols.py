@@ -8,7 +8,7 @@ class Training:
     """Which weights are trained, in which dtype, and by which operators."""
 
     element_size: int = 2
-    """Bytes of an element of activations, and of weights in products."""
+    """Bytes of an element of activations, and of weights in matmuls."""
     lora_rank: int | None = None
     """Rank of the adapters; None trains all weights."""
     lora_targets: tuple[str, ...] = ()
@@ -18,7 +18,7 @@ class Training:
     sharded: bool = True
     """True if the attention is that of ``parallel.diffusers``, on any number of ranks."""
     attention_buffers: int = 0
-    """Bytes that the backward of a joint attention needs, its results included."""
+    """Bytes that the backward pass of a joint attention needs, including its results."""
     attention_outputs: int = 1
     """Number of copies of its output that a joint attention keeps: two if heads are exchanged."""
 
@@ -63,7 +63,7 @@ class Symbol:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operator, as its backward sees it."""
+    """A recorded operator: the tensors and bytes that its backward pass needs."""
 
     inputs: tuple[Symbol, ...]
     output: Symbol
@@ -73,6 +73,6 @@ class Operation:
     passed_to: tuple[Symbol, ...]
     """Inputs whose gradient is the output's or a view of it, as for sums and concatenations."""
     temporary: int
-    """Bytes that its backward needs besides the gradients."""
+    """Bytes that its backward pass needs besides the gradients."""
     mask: int
     """Bytes of a mask that exists while it runs."""

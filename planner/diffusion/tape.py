@@ -1,9 +1,9 @@
-"""Record a forward in symbols: its weights, FLOPs, memory traffic, and what its backward needs.
+"""Record a forward pass on symbols: weights, FLOPs, memory traffic, and backward memory.
 
-A class of diffusers is described by its forward, written once with symbols in place of tensors
+A class of diffusers is described by its forward pass, written once with symbols in place of tensors
 (wan.py, flux.py, hunyuan.py). Every operator here knows what torch's does: how many weights it has,
 what autograd saves for it, and how many bytes it reads and writes. So the same lines give the
-number of parameters, the FLOPs, the bytes kept for a backward and the peak of that backward, with
+number of parameters, the FLOPs, the bytes kept for a backward pass and the peak of that pass, with
 all weights trained or with adapters, in any dtype. Tests compare each with diffusers' modules.
 
 Shapes: a symbol has rows, the tokens of all samples, and a width, ``[rows, width]``.
@@ -17,29 +17,29 @@ from planner.diffusion.symbols import Operation, Storage, Symbol, Training
 STATISTIC = 4
 """Bytes of a row's statistic, in float32: a norm's mean or scale, or attention's LSE."""
 ATTENTION = 4
-"""FLOPs per (query, key) pair and channel in a forward: 2 matrix products (Dao 2023)."""
+"""FLOPs per (query, key) pair and channel in a forward pass: 2 matmuls (Dao 2023)."""
 
 
 @dataclass
 class Tape:
-    """Operators of a forward, in order, and the totals of their weights, FLOPs and bytes."""
+    """Operators of a forward pass, in order, and the totals of their weights, FLOPs and bytes."""
 
     training: Training
     samples: int = 1
     parameters: int = 0
     trained: int = 0
     products: int = 0
-    """FLOPs of matrix products, forward."""
+    """FLOPs of the forward pass's matmuls."""
     backward_products: int = 0
-    """FLOPs of the matrix products of the backward."""
+    """FLOPs of the backward pass's matmuls."""
     attention: int = 0
-    """FLOPs of attention to local keys, forward; joint attention is counted from its plan."""
+    """Forward FLOPs of attention to local keys; joint attention is counted from its plan."""
     moved: int = 0
-    """Bytes that operators between the products read and write, forward."""
+    """Bytes that operators between the matmuls read and write in the forward pass."""
     operations: list[Operation] = field(default_factory=list)
     inputs: list[Symbol] = field(default_factory=list)
     variables: list[Symbol] = field(default_factory=list)
-    """Symbols that variables of the forward hold until it ends."""
+    """Symbols that variables of the forward pass hold until it ends."""
 
     @property
     def size(self) -> int:
@@ -49,14 +49,14 @@ class Tape:
     def input(
         self, rows: int, width: int, *, is_tracked: bool = True, is_shared: bool = False
     ) -> Symbol:
-        """Return an argument of the forward; a shared one is the same tensor in every block."""
+        """Return an argument of the forward pass; a shared one is the same in every block."""
         storage = Storage(rows * width * self.size, is_counted=not is_shared)
         symbol = Symbol(rows, width, self.size, is_tracked, storage)
         self.inputs.append(symbol)
         return symbol
 
     def hold(self, *symbols: Symbol) -> None:
-        """Note that variables of the forward hold these symbols until it ends."""
+        """Note that variables of the forward pass hold these symbols until it ends."""
         self.variables.extend(symbols)
 
     def parameter(self, rows: int, width: int) -> Symbol:
@@ -134,7 +134,7 @@ class Tape:
         return self._unfused_norm(x, heads, product_size=x.size)
 
     def _unfused_norm(self, x: Symbol, heads: int, product_size: int) -> Symbol:
-        """Return the RMSNorm operator by operator.
+        """Return the output of an RMSNorm that consists of several operators.
 
         Args:
             product_size: bytes of an element in the product with the weight. In float32 the
@@ -277,7 +277,7 @@ class Tape:
             has_mask: True if the module makes a mask of all pairs of tokens, although it is unused.
         """
         mask = 0
-        if has_mask:  # repeated, then joined with its transpose
+        if has_mask:  # the module repeats it, then joins it with its transpose
             mask = 2 * q.rows * (q.rows // self.samples)
             self.moved += 2 * mask
         if not self.training.sharded:
@@ -340,7 +340,7 @@ class Tape:
         temporary: int = 0,
         mask: int = 0,
     ) -> None:
-        """Record an operator, if it has a backward."""
+        """Record an operator, if it has a backward pass."""
         if output.is_tracked:
             operation = Operation(
                 inputs=tuple(inputs),

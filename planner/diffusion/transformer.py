@@ -17,7 +17,7 @@ class ModelError(UserError):
 
 
 class Grid(NamedTuple):
-    """Numbers along frames, height and width."""
+    """Three numbers, such as of tokens or pixels, along frames, height and width."""
 
     frames: int
     height: int
@@ -33,7 +33,7 @@ class Blocks:
 
 
 class Transformer(ABC):
-    """A diffusion transformer, described by the forward of its parts.
+    """A diffusion transformer, described by the forward pass of its parts.
 
     Everything before the blocks runs on every rank, for all tokens; the blocks and what follows run
     for a rank's tokens.

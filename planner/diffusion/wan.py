@@ -12,7 +12,7 @@ from planner.diffusion.tape import Tape
 from planner.diffusion.transformer import Blocks, Grid, ModelError, Transformer
 
 ROTATED_IN_BF16 = 30
-"""Bytes per element that Wan's rotary positions read and write, forward."""
+"""Bytes per element that the forward pass of Wan's rotary positions reads and writes."""
 ROTATED_IN_FLOAT32 = 36
 PICTURE_TOKENS = 257
 """Number of tokens that CLIP makes of the picture for an image-to-video model."""
@@ -45,7 +45,7 @@ class Wan(Transformer):
     text_tokens = 512
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Set the tokens of the picture, which image-to-video models have."""
+        """Set the number of picture tokens, which only image-to-video models have."""
         super().__init__(config)
         if config["image_dim"] is not None:
             self.added_tokens = config["pos_embed_seq_len"] or PICTURE_TOKENS
@@ -109,7 +109,7 @@ class Wan(Transformer):
         return tape.layer_norm(transformed, is_affine=True)
 
     def finish(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Record the last norm, scaled and shifted by the time, and the output projection."""
+        """Record the last norm, modulated by the timestep, and the output projection."""
         image = tape.input(tokens.image_rows, self.hidden)
         is_trained = tape.training.trains_all
         time = tape.input(self._time_rows(tokens), self.hidden, is_tracked=is_trained)
@@ -123,7 +123,7 @@ class Wan(Transformer):
         return [tape.linear(normed, self.out_width, "proj_out")]
 
     def _time_rows(self, tokens: Tokens) -> int:
-        """Return the number of embedded times: one per local image token, or one per sample."""
+        """Return the number of timestep embeddings: one per local image token or per sample."""
         return tokens.image_rows if tokens.has_time_per_token else tokens.samples
 
     def _block(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
@@ -163,7 +163,7 @@ class Wan(Transformer):
         return tape.cast(total, tape.size)
 
     def _modulation(self, tape: Tape, tokens: Tokens) -> list[Symbol]:
-        """Return shifts, scales and gates: a table of the block plus the embedded time."""
+        """Return shifts, scales and gates: the block's table plus the timestep embedding."""
         width = 6 * self.hidden
         rows = self._time_rows(tokens)
         is_trained = tape.training.trains_all

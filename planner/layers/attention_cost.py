@@ -131,7 +131,7 @@ class AttentionCost:
 
         # A message is in transit from the round that posts it to the one before its use, and its
         # bytes are spread evenly over these rounds. An entry holds the id of the array of peers,
-        # the bytes in this round, and the fraction of the message that they are.
+        # the bytes in this round, and these bytes as a fraction of the message.
         num_slots = len(self.plan.geometry.rounds) + 1
         entries: list[list[tuple[int, float, float]]] = [[] for _ in range(num_slots)]
         peers_by_id = {}

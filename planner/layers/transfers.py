@@ -48,7 +48,7 @@ def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster,
     """
     if not together:
         return 0.0
-    # All messages as arrays [n], then summed by pair of rank and peer, [pairs].
+    # Concatenate all messages, [n], then sum them for each pair of rank and peer, [pairs].
     ranks = np.concatenate([sent.ranks for sent in together])
     peers = np.concatenate([sent.peers for sent in together])
     sizes = np.concatenate([np.broadcast_to(sent.size, len(sent.ranks)) for sent in together])

@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _replay(self, tape: Tape) -> Any:
-        """Record the effects of an earlier call again, and return outputs like its own."""
+        """Record the effects of an earlier call again; return new outputs with the same layouts."""
         first_storage = len(self._sizes)
         self._kinds += tape.kinds
         self._sizes += tape.sizes

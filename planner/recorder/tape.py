@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Tape(NamedTuple):
-    """Recorded effects of an operator's call; storages are numbered from 0 for the call's first."""
+    """Recorded effects of an operator's call; the call's storages are numbered from 0."""
 
     events: list[tuple[int, int]]
     kinds: list[str]

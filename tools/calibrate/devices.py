@@ -33,7 +33,7 @@ FFN = 4
 """Width of the feed-forward layer as a multiple of the hidden size."""
 REPEATS = 3
 TINY = 4
-"""Number of positions of a tile that is so small that its time is all launch."""
+"""Side of a tile, in positions, that is so small that its time is all launch overhead."""
 TILES = 8
 """Number of ranks of the ring that measures launches; its last rank computes as many tiles."""
 HOST_BYTES = 1 << 28
@@ -77,11 +77,11 @@ def measure_products(device: torch.device, work: AttentionShape, rows: int) -> F
 
 
 def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Measure attention's rate, the cost of masked pairs, and the launch of a tile.
+    """Measure attention's rate, the cost of masked pairs, and the launch time of a tile.
 
-    These are TFLOP/s, the share of masked pairs in a causal tile that is computed anyway, and
-    microseconds. Only the longest of the ascending lengths counts; the results of the others are
-    just printed.
+    The results are in TFLOP/s, as the share of masked pairs in a causal tile that is computed
+    anyway, and in microseconds. Only the longest of the ascending lengths counts; the results of
+    the others are just printed.
     """
     for length in lengths:
         tile = replace(work, seq_length=length)

@@ -55,8 +55,8 @@ def measure_between(device: torch.device, local_size: int) -> Figures:
     alone = rate_of(largest, smaller_seconds, larger_seconds)
     say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
 
-    # One rank alone is local_size times as fast as one of all if they share a link, and equally
-    # fast if each has its own. The threshold is the geometric mean of the two ratios.
+    # If a node's ranks share a link, one rank alone is local_size times as fast as each of them
+    # when all send; if each has its own, equally fast. The threshold is the geometric mean.
     shared = local_size == 1 or alone / together > local_size**0.5
     # A shared link's rate is the better of the two measurements: if all ranks send, some wait
     # longer. With a link for each rank, one rank alone counts: if all send, the processors may be

@@ -40,7 +40,7 @@ class LoopbackTransport(Transport):
 def step_of(
     plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> Callable[[], None]:
-    """Return a function that runs one rank's forward and backward pass of attention by a plan."""
+    """Return a function that runs one rank's attention, forward and backward, under a plan."""
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:

@@ -257,7 +257,7 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def equal_to_first(seconds: Sequence[float]) -> list[str]:
-    """List the numbers of the times that are equal to the first one within ``ALIKE``."""
+    """List the row numbers whose times equal the first one within ``ALIKE``."""
     numbers = []
     for number, time in enumerate(seconds[1:], 2):
         if time < (1 + ALIKE) * seconds[0]:
@@ -323,7 +323,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 
 
 def sources(best: Any, cluster: Cluster) -> list[str]:
-    """Return lines on the sources of a plan's numbers, and on the error on published runs."""
+    """Return lines on the sources of a plan's numbers, and its error on published runs."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = "attention"
     if cluster.attention_kernel:

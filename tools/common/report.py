@@ -139,7 +139,7 @@ def as_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """Return the lines of a result's file, each as JSON; the module's docstring says which.
+    """Return the lines of a result's file, each as JSON; the module's docstring describes them.
 
     Raises UserError if a row has a field named "of" or "key".
     """
@@ -233,7 +233,7 @@ def plain(axes: "Axes") -> None:
 def save(figure: "Figure", path: Path, flag: str) -> None:
     """Write a picture in the format of its file name, and print the path.
 
-    Raises UserError if the ending is not a picture format; the message names ``flag``.
+    Raises UserError if the extension is not a picture format; the message names ``flag``.
     """
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:

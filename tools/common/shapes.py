@@ -13,7 +13,7 @@ from runtime.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Matmuls of each head; each costs 2 D operations per (query, key) pair. Forward: Q K^T and P V.
+# Matmuls per head; each costs 2 D operations per (query, key) pair. Forward: Q K^T and P V.
 # Backward: Q K^T again, dO V^T, dV, dQ and dK.
 FORWARD_PRODUCTS = 2
 BACKWARD_PRODUCTS = 5

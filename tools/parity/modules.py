@@ -71,7 +71,7 @@ class Notes:
                 module.register_forward_hook(partial(self._note_output, name))
 
     def noted(self, loss_sum: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap an objective's ``loss_sum`` to tell the modules' hooks the token numbers.
+        """Wrap an objective's ``loss_sum``, so that the modules' hooks know the token numbers.
 
         On the first pipeline stage it also records the batch.
         """

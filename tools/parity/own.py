@@ -38,7 +38,7 @@ class MergedRun:
     copies_differ: tuple[str, ...]
     """Names of the tensors whose copies differ between ranks."""
     pieces: list[dict[str, list[Piece]]]
-    """Outputs and gradients of the modules, by rank and then by module name; see ``Piece``."""
+    """Each rank's outputs and gradients of modules, keyed by module name; see ``Piece``."""
 
 
 class Difference(NamedTuple):

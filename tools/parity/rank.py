@@ -138,7 +138,7 @@ def _text(small: Config, whole: Sample | None, number: int) -> Sample:
 
 @_shrunk_sample.register
 def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
-    """Return a sample of latent_shape, with its number; every fourth gets -1, like padding."""
+    """Return a sample of latent_shape, with its number, which is -1 for every fourth (padding)."""
     shape = small.model.latent_shape
     if whole is None:
         whole = {"latents": torch.randn(shape), "labels": torch.tensor(number)}
@@ -196,7 +196,7 @@ def _number_patches() -> None:
 
 @dataclass
 class RankResult:
-    """A rank's results: its records, and whole tensors by moment of the run and then by name.
+    """A rank's results: records, and whole tensors keyed by moment of the run and then by name.
 
     The first rank of each pipeline stage sends the tensors. Every rank sends their digests, which
     must be equal on all ranks that have a copy.
@@ -288,7 +288,7 @@ def _nonzero(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return this rank's parameters, keyed by name; of a tied one both copies, if present."""
+    """Return this rank's parameters, keyed by name; of two tied copies, the last part's."""
     parameters = {}
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():

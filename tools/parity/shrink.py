@@ -39,9 +39,9 @@ def shrunk(
     """Shrink a run to at most 8 processes, two iterations and heads of 16 channels.
 
     It runs in float32 on the CPU. Its layers are the fewest that have every kind of layer and
-    stage. The ratios of query to key heads and of windows, chunks and scaled rope to the sequence
-    stay; a length that ranks do not divide stays indivisible. A mesh dimension becomes 1 if 8
-    processes are too few for it.
+    stage. It keeps the ratio of query to key heads, and those of windows, chunks and scaled rope to
+    the sequence; a length that the ranks do not divide stays indivisible. A mesh dimension becomes
+    1 if 8 processes are too few for it.
 
     Args:
         world_size: number of processes of the run; by default enough for its mesh with 2

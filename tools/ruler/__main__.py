@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
 def make(args: argparse.Namespace) -> None:
     """Write the examples that the command line asks for.
 
-    Raises DataError if the file's name does not suit, or for the reasons of ``makers_of``.
+    Raises DataError if a file for --messages is not .jsonl, or as ``makers_of`` does.
     """
     from data.chat.template import load_template
     from data.tokenizer import load_tokenizer

@@ -75,8 +75,8 @@ class Cell:
 def score_run(args: argparse.Namespace) -> None:
     """Ask a run's model all questions and write the scores; collective.
 
-    Raises UserError if a length is beyond the model's positions or ``MAX_LENGTH``, or for the
-    reasons of ``makers_of``.
+    Raises UserError if a length is beyond the model's positions or ``MAX_LENGTH``, or as
+    ``makers_of`` does.
     """
     run = open_run(args.run, args.ckpt_step)
     lengths = sorted(set(args.lengths))

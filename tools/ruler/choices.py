@@ -49,8 +49,8 @@ def makers_of(
         chosen += ruler_makers
 
     if lines.NAME in tasks:
-        # They need the chat template even without --chat: the questions about a record are turns
-        # of a conversation.
+        # Line retrieval needs the chat template even without --chat, because the questions about a
+        # record are turns of a conversation.
         chosen += _line_makers(args, lengths, Prompts(tokenizer, template()), purpose)
 
     return chosen
@@ -125,7 +125,7 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes on rank 0 only, as RANK says: there is no process group yet."""
+    """Print notes if the variable RANK is 0 or unset, since there is no process group yet."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

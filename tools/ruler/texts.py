@@ -2,8 +2,8 @@
 
 A draw is a SHA-256 of its name, so a seed gives the same draws on any machine and Python. The paper
 takes sentences from Paul Graham's essays, and names from a package's word lists. Here, sentences
-are generated from 872 words, and a name joins as many of these words by hyphens as it takes to have
-enough names.
+are generated from 872 words, and a name consists of such words joined by hyphens: as many as are
+needed for enough different names.
 """
 
 import hashlib

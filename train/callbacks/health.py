@@ -49,7 +49,7 @@ def read_failures(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    lines = read_regular(path).split("\n")[:-1]  # its errors name the path and the fix themselves
+    lines = read_regular(path).split("\n")[:-1]  # its errors already name the path and the fix
     failures = []
     try:
         for line in lines:

@@ -297,8 +297,8 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Service]:
         events.flush()
 
     def rewind(iteration: int) -> None:
-        # The event that a new writer's purge_step writes, but in this file: TensorBoard orders
-        # files by their time in whole seconds, so two files from the same second have no order.
+        # Write the event that purge_step of a new writer would write, but into this file, because
+        # TensorBoard orders files by whole seconds: two from the same second have no order.
         start = Event(step=iteration + 1, session_log=SessionLog(status=SessionLog.START))
         assert events.file_writer is not None
         events.file_writer.add_event(start, iteration + 1)

@@ -148,7 +148,7 @@ class Profiler(Callback):
         )
 
     def _write(self, profiled: profile, all_times: list[RankTimes]) -> None:
-        """Write the traces of the profiled ranks and the table of all; collective."""
+        """Write the traces of the profiled ranks, and the table of all ranks; collective."""
         rank = dist.get_rank()
         with raise_together():
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -165,8 +165,8 @@ class Profiler(Callback):
 def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
     """Return a rank's time by cause, from the events of torch's profiler.
 
-    On a GPU, compute is the time of its kernels and communication that of NCCL's; on a CPU they are
-    the times of aten's operators and of gloo.
+    On a GPU, NCCL's kernels are communication, and all other kernels are compute. On a CPU, gloo's
+    operations are communication, and aten's operators are compute.
     """
     # Spans of each kind, in nanoseconds.
     marks: dict[str, list[Interval]] = {DATA: [], SAVING: []}
@@ -221,7 +221,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
 
 
 def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray]:
-    """Cut time at all starts and ends; return the pieces' lengths and the kinds that cover them.
+    """Cut time where a span starts or ends; return each piece's length and the kinds in it.
 
     Questions about overlaps then become boolean expressions. For example, communication is exposed
     in a piece that messages cover and compute does not.

@@ -114,8 +114,8 @@ def progress_line(
 ) -> str:
     """Return one line on the iterations since the last line.
 
-    Losses and rates are means; all other numbers are the last iteration's. A line that is longer
-    than ``COLUMNS`` drops the learning rate, then the rate; metrics.jsonl has all of them.
+    Losses, times and rates are means; the gradient norm and the learning rate are the last
+    iteration's. A line longer than ``COLUMNS`` drops the learning rate, then the rate.
     """
     last = records[-1]
     unit = objective.unit

@@ -24,7 +24,7 @@ because the ranks wait for each other there, and so all take the same time.
 MAX_BEHIND = 0.2
 """Relative delay of a rank, as ``slowest`` defines it, above which the rank counts as slow."""
 MIN_BEHIND_MS = 20.0
-"""Delay in milliseconds per step from which on a rank can count as slow."""
+"""Minimum delay of a rank, in milliseconds per step, to count as slow."""
 MAX_CALLS = 64
 """Maximum number of feed-forward calls whose times are kept."""
 
@@ -119,7 +119,7 @@ class Stragglers(Callback):
         return dict(zip(PHASES, table.T.tolist(), strict=True))
 
     def _call_times(self) -> list[float]:
-        """Return the milliseconds of the recorded calls of the layer."""
+        """Return the milliseconds of each recorded call of the first feed-forward layer."""
         if self._device.type != "cuda":
             return [1e3 * (end - start) for start, end in self._calls]
         torch.cuda.synchronize(self._device)

@@ -33,7 +33,7 @@ class Validation(Callback):
     constants: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are recorded with each loss, such as the corpus's unigram entropy."""
     after_validation: Callable[[int], None] | None = None
-    """Called after each validation with its iteration, while the model has the EMA; collective."""
+    """Called with the iteration after a validation, while the EMA is in the model; collective."""
 
     def on_train_begin(self, iteration: int) -> None:
         """Validate the last iteration before this start, if the run ended during its validation."""

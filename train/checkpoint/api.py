@@ -199,8 +199,8 @@ def load_checkpoint(
         manifest, metadata = _described(folder, architecture)
         optimizer.zero_grad(set_to_none=True)
         stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-        # ``tensors_of`` creates the state again unless it was saved before the first step: an empty
-        # state differs from zeros at step 1.
+        # ``tensors_of`` creates the state again, unless the checkpoint is from before the first
+        # step: at step 1 an empty state acts differently from a state of zeros.
         optimizer.state.clear()
         state = tensors_of(model, optimizer, create=stepped) | dict(sections or {})
     compare_tensors(folder, state, metadata, exact_dtype=True)

@@ -110,7 +110,7 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
 
 
 def _free_name(folder: Path) -> None:
-    """Move a broken checkpoint aside: a run that resumed before it reaches its iteration again."""
+    """Move a broken checkpoint aside, since a run that resumed from an older one saves it again."""
     problem = find_damage(folder)
     if problem is None:
         raise CheckpointError(
@@ -200,7 +200,8 @@ def _publish(draft: Draft, files: dict[str, tuple[int, str]]) -> None:
     with disk_errors(draft.path):
         present = {file.name for file in draft.path.iterdir()}
         strange = present - files.keys()
-        if not draft.local:  # a node has only the files of its ranks
+        # A node-local draft lacks the files of other nodes' ranks, so only extra files are wrong.
+        if not draft.local:
             strange |= files.keys() - present
         if strange:
             raise CheckpointError(

@@ -109,7 +109,7 @@ def fetch_missing(folder: Path, names: Collection[str]) -> None:
                     str(folder / f"{name}.{mark}"), True, size, dtype=torch.uint8
                 )
 
-    # All ranks go through the files and receivers in the same order.
+    # All ranks go through the files and receivers in the same order, so that messages match.
     for name in sorted(senders):
         for receiver, claimed in enumerate(claims):
             if name not in claimed:

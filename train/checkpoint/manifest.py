@@ -89,8 +89,8 @@ def remove(folder: Path, *, ignore_errors: bool = False) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` with a checksum of itself."""
-    # Through JSON and back, so that the checksum is of the values that a reader gets: tuples and
-    # integer keys change.
+    # Convert to JSON and back, which changes tuples and integer keys, so that the checksum is that
+    # of the values that a reader gets.
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
     content["checksum"] = _checksum(content)
     write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
@@ -128,7 +128,7 @@ def read_manifest(folder: str | Path) -> Manifest:
             "use the version that wrote it"
         )
     try:
-        # Checkpoints before 0.1.0 have no version of longmesh.
+        # Checkpoints of versions before 0.1.0 do not record the version.
         manifest = Manifest(**{"longmesh_version": "unknown", **content})
         manifest = replace(manifest, files=_checked_files(manifest))
     except (TypeError, ValueError, AttributeError) as error:

@@ -81,7 +81,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def _sizes_possible(metadata: Metadata, manifest: Manifest) -> bool:
-    """Return True if offsets and sizes are counts, and no tensor exceeds all files together."""
+    """Return True if offsets and sizes are whole numbers, and no tensor exceeds all files."""
     counts: list[object] = []
     for storage in metadata.storage_data.values():
         counts += [storage.offset, storage.length]

@@ -60,7 +60,7 @@ class Saves:
     say: Callable[[str], None]
     """Prints a line on the first rank."""
     _due_tiers: set[str] = field(default_factory=set, init=False)
-    """Tiers, "shared" or "local", whose interval has come since the last save."""
+    """Tiers, "shared" or "local", that have become due since the last save."""
 
     def __post_init__(self) -> None:
         self._keeper = Keeper(last=self.config.keep_last, every=self.config.keep_every)
@@ -90,8 +90,8 @@ class Saves:
     ) -> None:
         """Write a checkpoint into a tier's folder, and remove older ones. Collective.
 
-        Takes the arguments of ``save_checkpoint``. With async_save the write begins once the one
-        before has ended, and training goes on meanwhile.
+        Takes the arguments of ``save_checkpoint``. With async_save it waits for the previous save,
+        then writes in the background while training goes on.
         """
         self.wait()
         folder = self._local if tier == "local" else Path(str(self.config.save))

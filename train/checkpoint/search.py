@@ -231,8 +231,8 @@ def _remarks(directory: Path, iteration: int) -> list[str]:
 class Keeper:
     """Removes the older checkpoints of one folder.
 
-    A broken checkpoint does not count among the newest, and is removed only once it is older than
-    all that do: it may be all that remains of its iteration.
+    A broken checkpoint does not count among the newest to keep, and is removed only once it is
+    older than all of these, because it may be all that remains of its iteration.
     """
 
     last: int | None

@@ -32,10 +32,11 @@ def _parts(model: Model) -> Sequence[nn.Module]:
 def tensors_of(
     model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False
 ) -> State:
-    """Return a run's tensors, keyed by name: {"model": weights, "optimizer": moments, step}.
+    """Return a run's tensors, keyed by section ("model" or "optimizer") and then by name.
 
-    Names are the plain model's parameter names. These are the live tensors (DTensors if sharded),
-    not copies. (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
+    The optimizer's tensors are moments and step counts. Names are the plain model's parameter
+    names. These are the live tensors (DTensors if sharded), not copies.
+    (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
 
     Args:
         optimizer: None leaves out the "optimizer" section.
@@ -186,7 +187,7 @@ def _raise_if_any(folder: Path, problems: list[str]) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Read shards by a table that was checked; DCP would unpickle it again, unchecked."""
+    """Reads shards with the checked table of tensors; DCP would unpickle it again, unchecked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

@@ -103,13 +103,13 @@ def _host_suffixes(views: list[View]) -> list[str]:
 def _assign_files(manifest: Manifest, views: list[View], *, copies: bool) -> dict[str, list[int]]:
     """Return the ranks that read each file, the largest file first.
 
-    Ranks take turns among those that see the file. With ``copies`` one rank of each node reads it.
+    Files are dealt in turn to the ranks that see them; with ``copies``, to one rank of each node.
     """
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
     readers: dict[str, list[int]] = {}
     for number, name in enumerate(by_size):
         ranks = [rank for rank, view in enumerate(views) if name in view.files]
-        if not ranks:  # all ranks can report that it is missing
+        if not ranks:  # any rank can report that it is missing
             ranks = list(range(len(views)))
         turn = number % len(ranks)
         ranks = ranks[turn:] + ranks[:turn]

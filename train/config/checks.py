@@ -29,7 +29,7 @@ NEEDS = (
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule, the kernels, and that the settings that others need are set.
+    """Check the learning rate schedule, the kernels, and that no setting lacks one that it needs.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """

@@ -37,7 +37,7 @@ class LoopConfig:
     accumulate over several micro-batches."""
     seed: int = 1234
     """Random seed of the initial weights and the order of the data; for a diffusion transformer
-    also of its noise, times, label dropout and sampled pictures."""
+    also of its noise, timesteps, label dropout and sampled pictures."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient sums and the optimizer stay in float32."""
     compile: bool = False
@@ -223,7 +223,7 @@ class CommonConfig(ABC):
         return self.updated(save=self.checkpoint.save or "RUN")
 
     def files(self) -> list[tuple[str, str]]:
-        """Return (field, path) for each data file, with the field that names the file."""
+        """Return (field, path) for each data file, where the field is the one that names it."""
         return [("data_path", path) for path in self.data.data_path]
 
     def contents(self) -> dict[str, str]:

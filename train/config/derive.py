@@ -114,7 +114,7 @@ def beyond_rope(config: CommonConfig) -> str | None:
 
 
 def default_method(model: DecoderConfig) -> Literal["striped", "zigzag", "lasp"]:
-    """Return the context-parallel method for a model if the user chooses none.
+    """Return the default context-parallel method of a model.
 
     Striped balances causal attention best, but with it a rank holds every n-th token, and a delta
     rule needs consecutive tokens.
@@ -184,8 +184,8 @@ def fitted(
 def config_as_trained(config: Config, extra: Mapping[str, Any]) -> Config:
     """Return a run's configuration with the rope length that its checkpoint was trained at.
 
-    ``extra`` is the run's state in the checkpoint. The rope of an imported model stays as it is,
-    and it computes in bfloat16 on cuda, since flash kernels do not support float32.
+    ``extra`` is the run's state in the checkpoint. An imported model keeps its rope, and computes
+    in bfloat16 on cuda, since flash kernels do not support float32.
     """
     if IMPORTED not in extra:
         return with_rope_length(config)

@@ -143,14 +143,14 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def variants_of(root: Any) -> Variants:
-    """Return the variants of a root class or its instance; without classes if there are none."""
+    """Return the ``VARIANTS`` of a root class or instance; an empty ``Variants`` if it has none."""
     return getattr(root, "VARIANTS", Variants("", "", {}))
 
 
 def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
     """Return the class of each section of a root class or an instance of it.
 
-    ``variant`` chooses the class of a section with several; by default the first.
+    ``variant`` chooses the class of the section that has several, by default the first one.
     """
     if not isinstance(root, type):
         return {section: type(getattr(root, section)) for section in hints_of(type(root))}
@@ -188,7 +188,7 @@ def value_of(config: object, name: str) -> Any:
 def _fields_of(
     sections: tuple[tuple[str, type, type], ...], chooser: str, variants: tuple[str, ...]
 ) -> dict[str, ConfigField]:
-    """Return the fields of ``sections``, each a (name, class, class that the root declares)."""
+    """Return the fields of ``sections``, tuples of (name, class, class that the root declares)."""
     table: dict[str, ConfigField] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)

@@ -69,8 +69,8 @@ class Final(Generic[C]):
 def validate_launch(config: C, validate: Validate[C]) -> None:
     """Validate a run for the launched processes, before they form a process group.
 
-    With allow_resize the run's sizes may be for another number of processes, and ``finalize``
-    validates it after the mesh is chosen.
+    With allow_resize the run's sizes may be for another number of processes, so ``finalize``
+    validates the run after it has chosen the mesh.
 
     Raises UserError under the same conditions as ``validate``.
     """
@@ -192,12 +192,12 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
 
 
 def config_to_save(config: C, requested: C, world_size: int) -> C:
-    """Return the configuration to write to config.toml, from which a later start reads.
+    """Return the configuration to write to config.toml, which later starts read.
 
     That start may have another number of processes or another length, so every choice that depends
     on these is written as the user gave it. Flags that concern only this start are left out:
-    finetune, a load that only finetune takes, and the flags that choose between two schedules,
-    since checkpoints have the resumed schedule.
+    finetune, a ``hf:`` folder to load, which only finetune accepts, and the flags that choose
+    between two schedules, since checkpoints have the resumed schedule.
     """
     sections: Any = {}
     for name in ("mesh", "train", "data_parallel", "recompute"):

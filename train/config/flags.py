@@ -194,7 +194,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
 
 
 def _requested_variant(root: type, argv: Sequence[str]) -> str | None:
-    """Return the variant that the flags name, or else the TOML file; None if neither names one."""
+    """Return the variant that the flags or else the TOML file name; None if neither does."""
     variants = variants_of(root)
     if not variants.classes:
         return None

@@ -20,7 +20,7 @@ field; `>` comes before the replacement, and `!` before the reason that there is
 
 
 class MegatronFlag(NamedTuple):
-    """Answer for a Megatron-LM flag; verdict `=` requires `field`, if any, to be one of `fits`."""
+    """Answer for a Megatron-LM flag; with verdict `=`, a `field` must have a value in `fits`."""
 
     flag: str
     values: tuple[str, ...]

@@ -18,7 +18,7 @@ ENTRIES: dict[str, type] = {}
 def belongs_to(program: str) -> str:
     """Return the end of an error message about a setting of another program.
 
-    Callers that try both programs recognise the error by it.
+    Callers that try both programs recognise the error by this text.
     """
     return f"it belongs to {program}"
 
@@ -63,7 +63,7 @@ def suggestion(
 
 
 def _similar_flag(root: type, name: str, candidates: Collection[str]) -> str:
-    """Return the most similar flag of any variant, or of Megatron-LM with its name here."""
+    """Return a hint: the most similar flag, or a Megatron-LM flag and its name here."""
     answers = {flag: entry.answer for flag, entry in megatron_flags().items()}
     flags = dict.fromkeys(candidates)
     for table in fields_by_variant(root).values():

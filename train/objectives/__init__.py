@@ -19,7 +19,7 @@ class Objective(ABC):
     loss_name: ClassVar[str]
     """Name of the training loss in records, one of ``train.callbacks.metrics.LOSSES``."""
     unit: ClassVar[str]
-    """Unit of the rate in progress lines; a record has it as ``UNIT_per_second``."""
+    """Unit of the rate in progress lines; in records the rate is called ``UNIT_per_second``."""
 
     @abstractmethod
     def local(self, batch: Batch) -> Batch:

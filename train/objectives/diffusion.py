@@ -107,7 +107,7 @@ class Denoising(Objective):
         return self._cp.shard(patches, dim=1)
 
     def _time_first(self, patches: Tensor) -> Tensor:
-        """Arrange patches with one time per row: joined samples [1, T, W] become [T, 1, W].
+        """Arrange patches with one timestep per row: joined samples [1, T, W] become [T, 1, W].
 
         A second call returns them as they were.
         """
@@ -120,7 +120,7 @@ class Denoising(Objective):
         return values if index is None else values[index]
 
     def _draw(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw a sample's random values: label dropout, uniform and normal for its time, noise."""
+        """Draw values for label dropout and the timestep (uniform, normal), and the noise."""
         generator = generator_of(self._seed, f"noise of sample {sample}")
         chance, uniform = torch.rand(2, generator=generator)
         normal = torch.randn((), generator=generator)

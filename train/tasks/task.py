@@ -108,7 +108,7 @@ class Task(ABC, Generic[C]):
         """Describe the run in one line: the model, the mesh and the data."""
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
-        """Return a function of the iteration to call on all ranks after a validation, or None."""
+        """Return a function, called with the iteration on all ranks after a validation, or None."""
         return None
 
     def build_parts(self, *, initialize: bool = True) -> list[Any]:

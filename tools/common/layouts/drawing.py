@@ -63,7 +63,7 @@ def drawing(
 ) -> Drawing:
     """Compute the data to draw a method; the arguments are those of ``make_plan``.
 
-    Raises ContextError for the reasons given in ``make_plan``, and if the method splits heads.
+    Raises ContextError as ``make_plan`` does, and if the method splits heads.
     """
     plan = make_plan(
         method, seq_len=seq_length, size=size, causal=causal, documents=documents, window=window

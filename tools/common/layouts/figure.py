@@ -1,4 +1,4 @@
-"""Draw methods: the rank of each token, the tiles of each round, and a time line.
+"""Draw methods: the rank of each token, the tiles of each round, and a timeline.
 
 In each square, queries run down and keys across, in global positions, as in the papers.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
-PALE = 0.28  # opacity of a rank's colour in rounds that are over
+PALE = 0.28  # opacity of a rank's colour for earlier rounds
 STYLE = Path(__file__).with_suffix(".mplstyle")
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
@@ -57,7 +57,7 @@ def ordinal(number: int) -> str:
 
 
 def draw(drawings: list[Drawing]) -> "Figure":
-    """Draw one band per method: its tokens, its rounds, and a time line of its ranks."""
+    """Draw one band per method: its tokens, its rounds, and a timeline of its ranks."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -131,7 +131,7 @@ def _legend(drawing: Drawing) -> list["Patch"]:
 
 
 def _band(band: "SubFigure", drawing: Drawing, columns: int, longest: int) -> None:
-    """Draw one method, in a column for each round and two for the time line."""
+    """Draw one method, in a column for each round and two for the timeline."""
     plan = drawing.plan
     method = plan.geometry.method.name
     caption = CAPTIONS.get(method, method).format(
@@ -157,7 +157,7 @@ def _band(band: "SubFigure", drawing: Drawing, columns: int, longest: int) -> No
 
 
 def _token_strip(axes: "Axes", drawing: Drawing) -> None:
-    """Draw the tokens in the colours of their ranks, with the documents' bounds."""
+    """Draw the tokens in the colours of their ranks, with the documents' boundaries."""
     from matplotlib.colors import ListedColormap
 
     num_tokens = len(drawing.owners)
@@ -351,7 +351,7 @@ def _round_marks(axes: "Axes", starts: np.ndarray, ends: np.ndarray, bottom: flo
 
 
 def _time_title(drawing: Drawing) -> str:
-    """Return the time line's title: the time of all ranks, and a sparse exchange's traffic."""
+    """Return the timeline's title: the time of all ranks, and a sparse exchange's traffic."""
     plan = drawing.plan
     busy = drawing.even / drawing.slowest
     title = (

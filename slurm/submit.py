@@ -61,7 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--array", nargs="+", metavar="FLAGS", help="one run for each quoted word of flags")
     add("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
     add("--container", metavar="IMAGE", help="image that the ranks run in")
-    add("--container-runtime", choices=("pyxis", "apptainer"), help="runtime (default: pyxis)")
+    add(
+        "--container-runtime",
+        choices=("pyxis", "apptainer"),
+        help="container runtime (default: pyxis)",
+    )
     add("--container-mounts", metavar="A:B,...", help="folders to mount besides the checkout")
     add(
         "--option",

@@ -106,7 +106,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
     lists = _filled(row, ("messages", "conversations"))
     if len(lists) == 2 and lists["messages"] != lists["conversations"]:
         raise DataError(
-            "has messages and conversations with different turns; remove one of the two"
+            "has messages and conversations with different turns; remove one of these keys"
         )
     key, turns = next(iter(lists.items()), ("", None))
     if isinstance(turns, str):
@@ -125,7 +125,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
             turns = [{"role": "system", "content": text}, *turns]
         elif text not in (first.get("content"), first.get("value")):
             raise DataError(
-                f"has {name} and a system turn with another text; remove one of the two"
+                f"has {name} and also a system turn with a different text; remove one of them"
             )
     return turns
 
@@ -141,8 +141,8 @@ def _without_turns(row: Mapping[str, Any]) -> str:
     advice = 'give them as a list under "messages" or "conversations"'
     if keys & {"chosen", "rejected"}:
         advice = (
-            'it is a pair of preferences: write "chosen", as turns, under "messages" '
-            'and leave "rejected" out'
+            'it is a preference pair: write "chosen", as turns, under "messages" and leave '
+            '"rejected" out'
         )
     elif {"prompt", "completion"} <= keys:
         advice = (

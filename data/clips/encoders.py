@@ -91,8 +91,8 @@ def check_sizes(vae: Folder, *, frames: int, height: int, width: int) -> None:
         if size % multiple:
             near = nearest(size, range(multiple, size + multiple, multiple))
             raise UserError(
-                f"{name} is {size}; it must be a multiple of {multiple}, since the VAE reduces it "
-                f"by {spatial} and the transformer has patches of {PATCH}; give {near}"
+                f"{name} is {size}; it must be a multiple of {multiple}, since the VAE downsamples "
+                f"it by a factor of {spatial} and the transformer by {PATCH} more; give {near}"
             )
 
 

@@ -69,8 +69,8 @@ def rope_from_hf(
         raise unsupported(
             key,
             rope,
-            f"; only the types default, {', '.join(SETTINGS)} are, with partial_rotary_factor 1 "
-            "unless the model rotates a share of the channels",
+            f"; the type must be default, {', '.join(SETTINGS)}, and partial_rotary_factor 1 "
+            "unless the model rotates only a share of the channels",
         )
     _check_rope_keys(key, rope, kind, others)
 

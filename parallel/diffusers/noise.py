@@ -88,7 +88,9 @@ def _broadcast(x: Tensor, latents: Tensor) -> Tensor:
     """Return x ``[B]`` as ``[B, 1, ...]`` in the latents' dtype and on their device."""
     x = x.to(latents.device, latents.dtype)
     if x.ndim == 1 and len(x) != len(latents):
-        raise UserError(f"{len(x)} times were given for {len(latents)} latents; give one for each")
+        raise UserError(
+            f"{len(x)} noise levels were given for {len(latents)} latents; give one for each"
+        )
     if x.ndim == 1:
         x = x.view(-1, *[1] * (latents.ndim - 1))
     return x

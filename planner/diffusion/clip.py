@@ -178,8 +178,8 @@ class Clip:
             raise ClipError(f"text is {text}; it must be 1 token or more")
         if not model.joint and model.added_tokens and text != model.text_tokens:
             raise ClipError(
-                f"text is {text}, but diffusers takes {model.text_tokens} text tokens in models "
-                f"that see a picture too; use {model.text_tokens}"
+                f"text is {text}, but diffusers takes exactly {model.text_tokens} text tokens in a "
+                f"model that also sees a picture; use {model.text_tokens}"
             )
         return text + model.added_tokens
 

@@ -268,7 +268,9 @@ class Keeper:
         verified = from_first(lambda: folder in self.verified)
         problem = find_damage(folder, read=not verified)
         if problem:
-            from_first(lambda: self.report(f"not counted as one to keep: {problem}"))
+            from_first(
+                lambda: self.report(f"a damaged one does not count among those to keep: {problem}")
+            )
             return False
         self.verified.add(folder)
         return True

@@ -181,13 +181,17 @@ def _rows_of(sheet: Sheet, *, measure: bool) -> list[TableRow]:
     """
     if measure and not sheet.measures:
         print(
-            f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr
+            f"{sheet.name} is only predicted, not measured: it needs {sheet.needs}",
+            file=sys.stderr,
         )
     if measure and sheet.measures:
         try:
             return list(sheet.rows(measured=True))
         except NetworkError as error:
-            print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
+            print(
+                f"{sheet.name} is only predicted, since it cannot be measured here: {error}",
+                file=sys.stderr,
+            )
     return list(sheet.rows())
 
 

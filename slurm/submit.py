@@ -172,7 +172,7 @@ def submit(text: str) -> str:
     words = " ".join(result.stderr.split()).removeprefix("sbatch: error: ")
     hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, words)]
     hint = hints[0] if hints else "look at the script with --dry-run"
-    raise UserError(f"sbatch refuses: {words}; {hint}")
+    raise UserError(f"sbatch refused the job: {words}; {hint}")
 
 
 def main(argv: list[str]) -> int:

@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--time-per-token",
         action="store_true",
-        help="times differ within a clip, as in image-to-video training of Wan 2.2 TI2V-5B",
+        help="timesteps differ within a clip, as in image-to-video training of Wan 2.2 TI2V-5B",
     )
     add("--gpus", type=int, default=8, help="(default: %(default)s)")
     add("--cluster", default="h100", help="a file, or a name such as h200 (default: %(default)s)")
@@ -150,7 +150,8 @@ def plan(argv: list[str]) -> None:
     )
     if clip.has_time_per_token and model.joint:
         raise UserError(
-            f"time_per_token is set, but {model.config_class} has one time per sample; leave it out"
+            f"time_per_token is set, but {model.config_class} has one timestep per sample; leave "
+            "out --time-per-token"
         )
     cluster = load_cluster(args.cluster)
     run = base_run(args)

@@ -330,7 +330,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         text = args.prompt_file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(
-            f"--prompt-file is {args.prompt_file}, but that does not exist; check the path"
+            f"--prompt-file is {args.prompt_file}, but that file does not exist; check the path"
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error

@@ -122,8 +122,8 @@ def is_unread(where: str, key: str, value: Any) -> bool:
     refuse_pictures(where, key, value)
     if key in _PREFERENCES or (key == "label" and isinstance(value, bool)):
         raise DataError(
-            f"{where} has {key}, a key of preference data, but training here uses one answer; "
-            'write the preferred answer as a turn of "messages" and leave the others out'
+            f"{where} has {key}, a key of preference data, which is not supported; write the "
+            'preferred answer as a turn of "messages" and leave the others out'
         )
     if key in _CONTENT:
         raise DataError(

@@ -214,7 +214,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     if documents is None:
         return variables, unnamed
     if not isinstance(documents, list) or not all(isinstance(part, dict) for part in documents):
-        raise DataError(f"it has documents {documents!r:.40}; they must be a list of objects")
+        raise DataError(f"its documents are {documents!r:.40}; they must be a list of objects")
     return variables, unnamed
 
 
@@ -225,8 +225,8 @@ def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
         kwargs = parsed("it has chat_template_kwargs", kwargs)
     if not says_nothing(kwargs) and not isinstance(kwargs, dict):
         raise DataError(
-            f"it has chat_template_kwargs {kwargs!r:.40}; they must be a JSON object of "
-            "template variables and their values"
+            f"its chat_template_kwargs are {kwargs!r:.40}; they must be a JSON object of template "
+            "variables and their values"
         )
     return kwargs or {}
 
@@ -249,8 +249,8 @@ def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
             )
         if read.learned and row_mark is False:
             raise DataError(
-                f"turn {number} is marked as learned, but its row as not learned; remove one of "
-                "the marks"
+                f"turn {number} is marked as learned, but its row is marked as not learned; remove "
+                "one of the marks"
             )
         mark = row_mark if read.learned is None else read.learned
         learned.append(is_answer and mark is not False)

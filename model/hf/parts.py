@@ -217,7 +217,7 @@ def ropes_from_hf(
     if local is None and "rope_theta" not in sliding and converted["rotary_base"] != base:
         raise UserError(
             f"{CONFIG}: rope_theta is {converted['rotary_base']:g}, but rope_parameters has none "
-            f"for {SLIDING}: transformers 4 takes this base there, but transformers 5 takes "
+            f"for {SLIDING}, for which transformers 4 uses this base and transformers 5 uses "
             f"{base:g}; write the right base into rope_parameters"
         )
     return {**converted, "rotary_base_local": local_rope["rotary_base"]}

@@ -32,8 +32,8 @@ def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor
     """
     if len(samples) != len(latents):
         raise UserError(
-            f"noise_like has {len(latents)} latents and {len(samples)} samples; give one sample "
-            "number for each of the latents"
+            f"noise_like got {len(latents)} latents, but {len(samples)} sample numbers; give one "
+            "sample number for each latent"
         )
     noise = []
     for sample in samples:

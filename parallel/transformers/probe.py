@@ -190,8 +190,8 @@ def _model_positions(
             return Positions(first, padding if skips_padding else None)
 
     raise UserError(
-        f"{type(model).__name__} cannot be sharded: without position_ids it computes positions "
-        f"that do not count up from one of {firsts}, and the ranks cannot compute those"
+        f"{type(model).__name__} cannot be sharded: without position_ids its positions are not "
+        f"consecutive numbers that begin with one of {firsts}, so the ranks cannot compute them"
     )
 
 

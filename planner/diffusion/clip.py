@@ -77,8 +77,8 @@ def transformer_of(entries: dict[str, Any]) -> Transformer:
     name = entries.get("_class_name")
     if name not in CLASSES:
         raise ModelError(
-            f"_class_name is {name!r}; the planner knows only {', '.join(CLASSES)}; "
-            "name the config.json of one (in a pipeline's folder, transformer/config.json)"
+            f"_class_name is {name!r}; the planner supports only {', '.join(CLASSES)}; name the "
+            "config.json of one (in a pipeline's folder, transformer/config.json)"
         )
     kind = CLASSES[name]
     config = {"_class_name": name, **kind.defaults}
@@ -155,8 +155,8 @@ class Clip:
         if (self.frames - 1) % vae.frames or count % model.patch.frames:
             below = max(1, self.frames - (self.frames - 1) % step)
             raise ClipError(
-                f"frames is {self.frames}, but the autoencoder takes 1 frame and then "
-                f"{vae.frames} at a time; use {below} or {below + step}"
+                f"frames is {self.frames}, but the autoencoder encodes the first frame alone and "
+                f"the others {vae.frames} at a time; use {below} or {below + step}"
             )
         return Grid(
             count // model.patch.frames,

@@ -171,7 +171,8 @@ def _abandoned(directory: Path, times: dict[int, float]) -> set[int]:
                 starts.append((start_time, start_iteration))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CheckpointError(
-                f"{path} has a line {line!r:.40}, which is not a start of a run; remove the line"
+                f"{path} has a line {line!r:.40}, which does not record a start of the run; remove "
+                "the line"
             ) from None
 
     abandoned = set()

@@ -47,7 +47,7 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
             values = value if field.many else (value,)
             if any((number or 0) > largest for number in values or ()):
                 raise ConfigError(
-                    f"{name} is {value}, which no machine can hold; it can be {largest:,} at most"
+                    f"{name} is {value}, which no machine can hold; it must be at most {largest:,}"
                 )
 
     workers = config.data.num_workers

@@ -307,7 +307,9 @@ def main(argv: list[str] | None = None) -> None:
         help="number of ranks (default: %(default)s)",
     )
     parser.add_argument(
-        "--documents", choices=tuple(LENGTHS), help="pack documents with lengths drawn this way"
+        "--documents",
+        choices=tuple(LENGTHS),
+        help="pack documents with lengths from this distribution",
     )
     parser.add_argument(
         "--window",

@@ -141,7 +141,9 @@ def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float
     parser.add_argument(
         "--repeats", type=positive, default=repeats, help="number of rounds (default: %(default)s)"
     )
-    limit = "no further round after this long, except the first three (default: %(default)s)"
+    limit = (
+        "seconds after which no further round begins, except the first three (default: %(default)s)"
+    )
     parser.add_argument(
         "--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=limit
     )
@@ -150,7 +152,10 @@ def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json, the file that ``write_json`` writes."""
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="also write every figure here, as JSON lines"
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="file to which all figures are also written, as JSON lines",
     )
 
 
@@ -204,7 +209,7 @@ def need_cuda(device: str) -> None:
     """Raise UserError if the device is a GPU but there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "this needs a CUDA GPU, but torch finds none; start it on a machine with a GPU"
+            "--device cuda needs a CUDA GPU, but torch finds none; run this on a machine with a GPU"
         )
 
 

@@ -99,7 +99,8 @@ def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
     model, _, words = line.partition(" ")
     if model not in models:
         raise UserError(
-            f"{line!r} begins with {model!r}, but that is not a model; use {', '.join(models)}"
+            f"{line!r} begins with {model!r}, but that is not a model; use one of "
+            f"{', '.join(models)}"
         )
     case = case_of(words)
     return case.ranks, " ".join([models[model], *case.flags])
@@ -270,8 +271,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
     )
-    parser.add_argument("--only", default="", help="only the cases whose line contains this")
-    parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: add to every case")
+    parser.add_argument(
+        "--only", default="", help="measure only the cases whose line contains this text"
+    )
+    parser.add_argument(
+        "more", nargs="*", metavar="FLAG", help="after --: flags to add to every case"
+    )
     add_json(parser)
     args = parser.parse_args(argv)
     need_cuda(args.device)
@@ -287,7 +292,10 @@ def main(argv: list[str] | None = None) -> None:
     for line in lines_of(listed, args.only):
         processes, flags = command(line)
         if on_gpu and processes > torch.cuda.device_count():
-            raise MeasureError(f"{line} needs {processes} GPUs; choose other cases with --only")
+            raise MeasureError(
+                f"{line} needs {processes} GPUs, more than torch finds here; choose other cases "
+                "with --only"
+            )
         rows[line] = compare(processes, " ".join([flags + device_flags, *args.more]))
         print(Table(COLUMNS).line({"name": line, **rows[line]}), flush=True)
 

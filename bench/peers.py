@@ -189,7 +189,9 @@ def line_of(row: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Time Longmesh and other packages in turns, and print and write the figures."""
     parser = parser_for("python -m bench.peers", __doc__)
-    parser.add_argument("--only", choices=("attention", "training"), help="measure only this")
+    parser.add_argument(
+        "--only", choices=("attention", "training"), help="measure only this kind (default: both)"
+    )
     parser.add_argument(
         "--lengths",
         type=positive,
@@ -200,11 +202,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     add_rounds(parser, 9, 150)
     parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="also write figures here, as in bench/results"
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="folder to which figures are also written, as in bench/results",
     )
     args = parser.parse_args(argv)
     if args.repeats < 2:
-        raise UserError(f"--repeats is {args.repeats}; it must be 2 or more, to have quartiles")
+        raise UserError(f"--repeats is {args.repeats}; it must be 2 or more to compute quartiles")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     versions = {name: version(name) for name in MODULES if installed(name)}
     machine = describe("cpu")
@@ -214,7 +219,9 @@ def main(argv: list[str] | None = None) -> None:
     for name in MODULES.keys() - versions.keys():
         print(f"{name} is not measured because it is not installed; run `make peers` to install it")
     if not versions:
-        raise UserError("no other package is installed; run `make peers`, which installs them")
+        raise UserError(
+            "none of the packages to compare with is installed; run `make peers` to install them"
+        )
     if args.only != "training":
         for length in args.lengths:
             result.setdefault("attention", []).append(

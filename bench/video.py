@@ -167,7 +167,7 @@ def line_of(kind: str, ranks: int, result: Mapping[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Time the contestants of each kind, and check that their gradients agree."""
     parser = parser_for("python -m bench.video", __doc__)
-    parser.add_argument("--only", choices=[*GRIDS], help="measure only this")
+    parser.add_argument("--only", choices=[*GRIDS], help="measure only this kind (default: all)")
     parser.add_argument(
         "--ranks", type=positive, nargs="+", default=[2, 4], help="numbers of ranks"
     )
@@ -181,7 +181,10 @@ def main(argv: list[str] | None = None) -> None:
                 result = run_ranks(measure, ranks, kind, args.repeats, args.max_seconds)[0]
             print(line_of(kind, ranks, result), flush=True)
             if not result["difference"] <= MAX_DIFFERENCE:
-                raise MeasureError("the gradients of the first two contestants differ too much")
+                raise MeasureError(
+                    "the gradients of the first two contestants differ too much, so they do not "
+                    "compute the same and their times mean nothing"
+                )
 
 
 if __name__ == "__main__":

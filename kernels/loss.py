@@ -53,8 +53,8 @@ def cross_entropy_sum(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels has shape {tuple(labels.shape)}, but logits {tuple(logits.shape[:-1])} x V;"
-            " the shapes must agree in all dimensions but V"
+            f"labels has shape {tuple(labels.shape)}, but logits has {tuple(logits.shape[:-1])} x "
+            "V; the shapes must agree in all dimensions but V"
         )
     loss = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, split)
     return loss, (labels != ignore_index).sum()

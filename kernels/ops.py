@@ -198,8 +198,8 @@ def causal_convolution(
     gap = weight.shape[1] - 1
     if before is not None and before.shape != (batch, gap, channels):
         raise ValueError(
-            f"before has shape {tuple(before.shape)}; this x and weight need"
-            f" {(batch, gap, channels)}"
+            f"before has shape {tuple(before.shape)}; with this x and weight it must be "
+            f"{(batch, gap, channels)}"
         )
     linear.check_sequence(length, (), None, documents)
 

@@ -53,8 +53,8 @@ class DiffusionConfig:
             value = getattr(self, name)
             if value != getattr(type(self), name):
                 raise UserError(
-                    f"{name} is {value}, but objective {self.objective} draws its times uniformly; "
-                    "leave the setting out, or set objective to rectified_flow"
+                    f"{name} is {value}, but objective {self.objective} samples its timesteps "
+                    "uniformly; leave the setting out, or set objective to rectified_flow"
                 )
 
 

@@ -238,7 +238,7 @@ class DiT(nn.Module):
         if len(x) not in (1, len(times)):
             raise ValueError(
                 f"x has {len(x)} samples, but times has {len(times)} entries; give one time per "
-                "sample, or join all samples into one sequence"
+                "sample, or pack all samples into one sequence"
             )
         sample = None
         if len(x) != len(times):

@@ -40,7 +40,7 @@ class Draw:
         in_range = 0 <= self.temperature < float("inf")
         require(self, in_range, "temperature", "it must be 0 (the likeliest token) or more")
         in_range = self.top_k is None or self.top_k >= 1
-        must = "it must be 1 or more, or left out to draw from all tokens"
+        must = "it must be 1 or more, or left out to sample from all tokens"
         require(self, in_range, "top_k", must)
         in_range = self.top_p is None or 0 < self.top_p <= 1
         require(self, in_range, "top_p", "it must be above 0 and at most 1, or left out")

@@ -145,12 +145,19 @@ def main(
     """
     source, sheets = sheets_of(paper, functions, **summaries)
     parser = parser_for(f"python -m papers.{paper}", description)
-    parser.add_argument("--table", choices=list(sheets), help="one of %(choices)s (default: all)")
     parser.add_argument(
-        "--measure", action="store_true", help="also measure the tables that this machine can"
+        "--table", choices=list(sheets), help="table to make, one of %(choices)s (default: all)"
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="also write CSV files and pictures there"
+        "--measure",
+        action="store_true",
+        help="also measure the tables that can be measured on this machine",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to which CSV files and pictures are also written",
     )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -174,13 +181,17 @@ def _rows_of(sheet: Sheet, *, measure: bool) -> list[TableRow]:
     """
     if measure and not sheet.measures:
         print(
-            f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr
+            f"{sheet.name} is only predicted, not measured: it needs {sheet.needs}",
+            file=sys.stderr,
         )
     if measure and sheet.measures:
         try:
             return list(sheet.rows(measured=True))
         except NetworkError as error:
-            print(f"{sheet.name} is not measured here, but predicted: {error}", file=sys.stderr)
+            print(
+                f"{sheet.name} is only predicted, since it cannot be measured here: {error}",
+                file=sys.stderr,
+            )
     return list(sheet.rows())
 
 

@@ -44,7 +44,9 @@ def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
     if path.exists():
         result |= read_records(path)
         if "settings" not in result:
-            raise UserError(f"{path} has no settings of runs; give another --results")
+            raise UserError(
+                f"{path} does not record the settings of its runs; give another --results"
+            )
     if settings is not None and result.setdefault("settings", settings) != settings:
         raise UserError(
             f"{path} has runs with the settings {result['settings']}, not {settings}; give another "

@@ -256,9 +256,10 @@ def _local_gpu() -> torch.device:
         return torch.device("cuda", 0)  # for example with srun --gpus-per-task 1
     if local_rank >= gpus:
         raise MeshError(
-            f"device is cuda, but process {local_rank + 1} of a machine finds only {gpus} GPUs "
-            f"there; start at most {gpus} processes per machine, or use --device cpu; if "
-            f"{socket.gethostname()} has more GPUs, run nvidia-smi there and avoid that machine"
+            f"device is cuda, but process {local_rank + 1} on its machine finds only {gpus} GPUs; "
+            f"start at most {gpus} processes per machine, or use --device cpu; if "
+            f"{socket.gethostname()} has more GPUs, look for a fault there with nvidia-smi, or "
+            "avoid that machine"
         )
     return torch.device("cuda", local_rank)
 

@@ -239,7 +239,8 @@ def _forward(
     if not is_last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
         raise UserError(
             f"pipeline stage {stage} returns {list(out.shape)} {out.dtype}, but the next stage "
-            f"takes {list(hidden.shape)} {hidden.dtype}; return hidden states of this kind"
+            f"takes {list(hidden.shape)} {hidden.dtype}; make the stage return hidden states of "
+            "this shape and dtype"
         )
 
     # The output goes to the next stage, and later the gradient of the input to the one before.

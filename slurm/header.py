@@ -18,7 +18,9 @@ COMMENTS = {
     "CONTAINER": "The image that the ranks run in, with the runtime above.",
     "CONTAINER_MOUNTS": "Folders that the container sees besides the checkout.",
     "PYTHON": "The interpreter of the ranks.",
-    "LONGMESH_SOURCES": "Digest of the sources at submission; a start with others warns.",
+    "LONGMESH_SOURCES": (
+        "Digest of the sources at submission; the job warns if it starts with others."
+    ),
 }
 """Comments on options and variables that the templates lack, keyed by option or variable."""
 

@@ -61,7 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--array", nargs="+", metavar="FLAGS", help="one run for each quoted word of flags")
     add("--launcher", choices=("ranks", "torchrun"), default="ranks", help="what srun starts")
     add("--container", metavar="IMAGE", help="image that the ranks run in")
-    add("--container-runtime", choices=("pyxis", "apptainer"), help="runtime (default: pyxis)")
+    add(
+        "--container-runtime",
+        choices=("pyxis", "apptainer"),
+        help="container runtime (default: pyxis)",
+    )
     add("--container-mounts", metavar="A:B,...", help="folders to mount besides the checkout")
     add(
         "--option",
@@ -168,7 +172,7 @@ def submit(text: str) -> str:
     words = " ".join(result.stderr.split()).removeprefix("sbatch: error: ")
     hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, words)]
     hint = hints[0] if hints else "look at the script with --dry-run"
-    raise UserError(f"sbatch refuses: {words}; {hint}")
+    raise UserError(f"sbatch refused the job: {words}; {hint}")
 
 
 def main(argv: list[str]) -> int:

@@ -125,7 +125,7 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
         ("--pack-documents --eod-mask-loss", "eod_mask_loss does not apply to pack_documents"),
         (
             "--pack-documents --mock-data",
-            "mock_data draws tokens and cannot be combined with .*pack_documents",
+            "mock_data makes random tokens, so it cannot be combined with .*pack_documents",
         ),
     ],
 )

@@ -129,7 +129,10 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=3,
         metavar="N",
-        help="iterations to time of each candidate, after a warm-up (default: %(default)s)",
+        help=(
+            "number of iterations to time for each candidate, after a warm-up (default: "
+            "%(default)s)"
+        ),
     )
     add(
         "--write",
@@ -184,8 +187,9 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if config.reads_text and config.model.vocab_size is None:
         if config.data.tokenizer_model is None:
             raise ConfigError(
-                "neither vocab_size nor tokenizer_model is set; name a model first, as in "
-                "tools.plan llama3_8b, name the model with --config FILE, or give --vocab-size N"
+                "neither vocab_size nor tokenizer_model is set; begin with the name of a model, as "
+                "in tools.plan llama3_8b, or give a model with --config FILE, or give --vocab-size "
+                "N"
             )
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
 

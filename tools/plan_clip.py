@@ -57,10 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = parser_for("python -m tools.plan_clip", __doc__)
     add = parser.add_argument
     add("model", help="a config.json or its folder, or a name of configs/diffusers")
-    add("--frames", type=int, help=f"of a clip (default: {DEFAULT_FRAMES}, or 1 for pictures)")
-    add("--height", type=int, default=480, help="pixels (default: %(default)s)")
-    add("--width", type=int, default=832, help="pixels (default: %(default)s)")
-    add("--text-tokens", type=int, metavar="N", help="(default: as many as the pipeline makes)")
+    add("--frames", type=int, help=f"frames (default: {DEFAULT_FRAMES}, or 1 for pictures)")
+    add("--height", type=int, default=480, help="height of a clip in pixels (default: %(default)s)")
+    add("--width", type=int, default=832, help="width of a clip in pixels (default: %(default)s)")
+    add("--text-tokens", type=int, metavar="N", help="text tokens (default: the pipeline's number)")
     add(
         "--vae",
         type=int,
@@ -71,15 +71,15 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--time-per-token",
         action="store_true",
-        help="times differ within a clip, as in image-to-video training of Wan 2.2 TI2V-5B",
+        help="timesteps differ within a clip, as in image-to-video training of Wan 2.2 TI2V-5B",
     )
     add("--gpus", type=int, default=8, help="(default: %(default)s)")
     add("--cluster", default="h100", help="a file, or a name such as h200 (default: %(default)s)")
-    add("--batch", type=int, metavar="N", help="clips per step on all GPUs (default: one a GPU)")
-    add("--micro-batch", type=int, default=1, metavar="N", help="clips a micro-batch (default: 1)")
+    add("--batch", type=int, metavar="N", help="clips per step on all GPUs (default: one per GPU)")
+    add("--micro-batch", type=int, default=1, metavar="N", help="clips per micro-batch (default 1)")
     add("--context", type=int, metavar="N", help="GPUs that share a clip (default: try all)")
-    add("--method", default="auto", help="auto, or one of " + ", ".join(full_methods()))
-    add("--lora", type=int, metavar="RANK", help="train adapters (default: all weights)")
+    add("--method", default="auto", help="method: auto, or one of " + ", ".join(full_methods()))
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (default: all weights)")
     add(
         "--lora-targets",
         nargs="+",
@@ -150,7 +150,8 @@ def plan(argv: list[str]) -> None:
     )
     if clip.has_time_per_token and model.joint:
         raise UserError(
-            f"time_per_token is set, but {model.config_class} has one time per sample; leave it out"
+            f"time_per_token is set, but {model.config_class} has one timestep per sample; leave "
+            "out --time-per-token"
         )
     cluster = load_cluster(args.cluster)
     run = base_run(args)

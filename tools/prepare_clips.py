@@ -55,7 +55,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_clips", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source("--videos", type=Path, metavar="DIR", help="videos with captions")
+    source("--videos", type=Path, metavar="DIR", help="folder of videos with captions")
     source("--check", type=Path, metavar="DIR", help="read all values of a folder of clips")
     add("--output", type=Path, metavar="DIR", help="folder to write")
     add("--vae", type=Path, metavar="DIR", help="local folder of an AutoencoderKLWan")
@@ -66,16 +66,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="local folder of a UMT5EncoderModel or T5EncoderModel",
     )
     add("--tokenizer", type=Path, metavar="DIR", help="folder of the encoder's tokenizer")
-    add("--frames", type=positive, default=81, metavar="N", help="per clip: 1, 5, 9 and so on")
-    add("--height", type=positive, default=480, metavar="N", help="of each clip, in pixels")
-    add("--width", type=positive, default=832, metavar="N", help="of each clip, in pixels")
-    add("--fps", type=at_least(0.1), default=16.0, metavar="F", help="frames to take per second")
+    add(
+        "--frames",
+        type=positive,
+        default=81,
+        metavar="N",
+        help="number of frames per clip: 1, 5, 9 and so on",
+    )
+    add("--height", type=positive, default=480, metavar="N", help="height of each clip, in pixels")
+    add("--width", type=positive, default=832, metavar="N", help="width of each clip, in pixels")
+    add(
+        "--fps",
+        type=at_least(0.1),
+        default=16.0,
+        metavar="F",
+        help="number of frames to take per second of video",
+    )
     add(
         "--max-text-tokens",
         type=positive,
         default=512,
         metavar="N",
-        help="length of text embeddings; longer captions are cut",
+        help="number of tokens of a text embedding; longer captions are cut",
     )
     add(
         "--dtype",
@@ -154,7 +166,7 @@ def _long_enough(
         return sources
     message = (
         f"{len(short)} of {counted(len(sources), 'video')} of {args.videos} have fewer than "
-        f"{args.frames} different frames at {args.fps:g} a second"
+        f"{args.frames} different frames at {args.fps:g} frames per second"
     )
     if not args.skip_short:
         raise DataError(

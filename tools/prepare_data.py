@@ -55,7 +55,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     source(
         "--stdlib",
         action="store_true",
-        help="the standard library's sources without its tests, about 12 MB (default)",
+        help=(
+            "read the sources of Python's standard library without its tests, about 12 MB (default)"
+        ),
     )
     source(
         "--input",
@@ -87,7 +89,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--suffix",
         default=".txt",
-        help="ending of the files taken from a folder (default: %(default)s)",
+        help="extension of the files taken from a folder (default: %(default)s)",
     )
     add(
         "--json-keys",
@@ -117,8 +119,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=("auto", "always", "never"),
         default="auto",
         help=(
-            "begin each document with the begin token "
-            "(default: auto, if the tokenizer adds it by itself)"
+            "begin each document with the begin-of-sequence (BOS) token (default: auto, which does "
+            "so if the tokenizer adds it by itself)"
         ),
     )
     add(
@@ -170,7 +172,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-refused",
         action="store_true",
-        help="list conversations that cannot be used in PREFIX.refused.txt, and go on",
+        help="skip conversations that cannot be used, and list them in PREFIX.refused.txt",
     )
     add(
         "--strict",
@@ -185,7 +187,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Report the first flags that contradict each other, and end the command."""
     if args.input and not args.output_prefix:
-        parser.error("--input needs --output-prefix; give the path to write to, without an ending")
+        parser.error(
+            "--input needs --output-prefix; give the path to write to, without an extension"
+        )
     if args.json_keys and len(args.json_keys) > 1:
         parser.error(
             f"--json-keys names {len(args.json_keys)} fields, but a prefix has one corpus; "
@@ -218,8 +222,8 @@ def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error("--json-keys needs --input, with files whose rows have the keys")
     if args.chat and args.add_bos_token != "auto":
         parser.error(
-            "--add-bos-token is for text, but a chat template writes the begin token itself; leave "
-            "out --add-bos-token"
+            "--add-bos-token is for text, but a chat template writes the begin-of-sequence token "
+            "itself; leave out --add-bos-token"
         )
     if args.chat and (args.max_bytes or args.json_keys):
         parser.error("--max-bytes and --json-keys are for text, not for --chat; leave them out")
@@ -305,8 +309,8 @@ def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
     files = input_files(inputs, suffix)
     if files and not any(map(has_rows, files)):
         raise DataError(
-            f"--json-keys names a field of rows, but {files[0]} is plain text by its ending; use "
-            f"{ROW_ENDINGS} or a folder of the datasets library, or leave out --json-keys"
+            f"--json-keys names a field of rows, but the extension of {files[0]} means plain text; "
+            f"use {ROW_ENDINGS} or a folder of the datasets library, or leave out --json-keys"
         )
 
 

@@ -73,7 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_latents", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source("--input", type=Path, metavar="DIR", help="images, in a folder per class")
+    source("--input", type=Path, metavar="DIR", help="folder of images, with a subfolder per class")
     source("--check", type=Path, metavar="DIR", help="check all values of a folder of latents")
     add(
         "--num-classes",
@@ -88,7 +88,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="local folder of a diffusers AutoencoderKL (safetensors)",
     )
-    add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
+    add(
+        "--size",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="side of the square images, in pixels",
+    )
     add(
         "--dtype",
         choices=["float32", "float16"],
@@ -96,8 +102,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="dtype of the latents in the files",
     )
     add("--format", choices=["npy", "safetensors"], default="npy", help="format of the files")
-    add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples per file")
-    add("--batch-size", type=positive, default=32, metavar="N", help="images to encode at once")
+    add(
+        "--samples-per-shard",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="number of samples per file",
+    )
+    add(
+        "--batch-size",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="number of images to encode at once",
+    )
     args = parser.parse_args(argv)
     if args.input is not None and args.output is None:
         parser.error("--input needs --output; give --output DIR, the folder to write")
@@ -247,7 +265,7 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
     if others:
         print(
             f"note: {len(others):,} files are not read, since the datasets library does not read "
-            f"images with their ending (the first: {others[0]})",
+            f"images with their extension (the first: {others[0]})",
             file=sys.stderr,
         )
 

@@ -61,8 +61,8 @@ class Session:
             )
         except DivergedError as error:
             raise CheckpointError(
-                f"{self.writer.folder} cannot write text: {error}; its training diverged, so "
-                "take an earlier checkpoint with --ckpt-step, or train with a lower lr"
+                f"{self.writer.folder} cannot write text, because its training diverged: {error} "
+                "with --ckpt-step, or train again with a lower lr"
             ) from error
 
     def talk(self) -> None:
@@ -220,12 +220,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="T",
         help="divisor of the logits; 0 takes the likeliest token (default: 0.8)",
     )
-    add("--top-k", type=positive, metavar="K", default=50, help="draw from the K likeliest (50)")
+    add(
+        "--top-k",
+        type=positive,
+        metavar="K",
+        default=50,
+        help="sample from the K likeliest tokens (default: 50)",
+    )
     add(
         "--top-p",
         type=float,
         metavar="P",
-        help="draw from the fewest of these tokens whose probabilities sum to P",
+        help="sample only from the fewest of these tokens whose probabilities sum to P",
     )
     add(
         "--stop",
@@ -234,7 +240,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="TOKEN",
         help="further tokens that end a text, by text or number",
     )
-    add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
+    add("--seed", type=at_least(0), default=1234, metavar="N", help="random seed (default: 1234)")
     add_begin(parser, "the prompts")
 
     chat = parser.add_argument_group("conversations").add_argument
@@ -324,7 +330,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         text = args.prompt_file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(
-            f"--prompt-file is {args.prompt_file}, but that does not exist; check the path"
+            f"--prompt-file is {args.prompt_file}, but that file does not exist; check the path"
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
@@ -350,7 +356,7 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
 
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(
-            f"stop names {text!r}, but that is {ids} and not one token of {tokenizer.path}; name "
+            f"--stop has {text!r}, but that is {ids} and not one token of {tokenizer.path}; name "
             f"each token by its text or by its number, 0 to {tokenizer.vocab_size - 1}"
         )
 

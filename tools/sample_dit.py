@@ -80,7 +80,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=int,
         nargs="+",
         metavar="N",
-        help="classes to draw; by default the first ten",
+        help="classes to sample (default: the first ten)",
     )
     add(
         "--num-samples",
@@ -134,12 +134,22 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=LoopConfig().seed,
         metavar="N",
         help=(
-            "seed of the noise; seed and number of a sample decide the sample "
-            "(default: %(default)s)"
+            "seed of the noise; the seed and a sample's number determine the sample (default: "
+            "%(default)s)"
         ),
     )
-    add("--vae", type=Path, metavar="DIR", help="folder of a diffusers AutoencoderKL, to decode")
-    add("--output", type=Path, metavar="DIR", help="folder to write (default: in --load)")
+    add(
+        "--vae",
+        type=Path,
+        metavar="DIR",
+        help="folder of a diffusers AutoencoderKL that decodes the samples",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder to write to (default: one inside --load)",
+    )
     return parser.parse_args(argv)
 
 
@@ -208,7 +218,7 @@ def _draw(
         broken = not_finite(latents)
         if broken:
             raise CheckpointError(
-                f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} "
+                f"{checkpoint} generates values that are not finite in {broken} of {len(latents)} "
                 f"samples, so its training diverged or guidance {sampling.guidance} is too large; "
                 "take an earlier checkpoint or a smaller --guidance"
             )
@@ -270,7 +280,7 @@ def _write(folder: Path, pictures: Tensor, classes: Sequence[int], samples: int)
         path.unlink()
 
     if older:
-        print(f"replaced {len(older)} pictures of an earlier drawing in {folder}")
+        print(f"replaced {len(older)} earlier pictures in {folder}")
     print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")
 
 

@@ -95,7 +95,7 @@ def _public_names(path: Path) -> list[str]:
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return sorted(ast.literal_eval(statement.value))
-    raise AssertionError(f"{path} has no __all__")
+    raise AssertionError(f"{path} has no __all__; define it with the public names")
 
 
 def with_origin(files: dict[str, bytes], commit: str) -> dict[str, bytes]:
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
         "destination",
         type=Path,
         metavar="DEST",
-        help=f"folder that gets {PACKAGE}/, such as a project",
+        help=f"folder to write {PACKAGE}/ into, such as a project",
     )
     parser.add_argument(
         "--package",

@@ -78,7 +78,7 @@ class SamplingConfig:
         if method != "euler" and self.sample_steps > num_timesteps:
             raise ConfigError(
                 f"sample_steps is {self.sample_steps}, but num_timesteps is {num_timesteps}, and "
-                "each step needs a time of its own; lower sample_steps to at most num_timesteps"
+                "each step needs a timestep of its own; lower sample_steps to at most num_timesteps"
             )
         if self.guidance_channels is not None and self.guidance_channels > diffusion.channels:
             raise ConfigError(

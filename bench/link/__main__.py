@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="maximum number of tokens per step (default: %(default)s)",
     )
-    batch_size = "number of sequences per step, instead of --tokens, whatever the length"
+    batch_size = "number of sequences per step at every length, instead of --tokens"
     add("--batch-size", type=positive, metavar="N", help=batch_size)
     add_link(parser, repeats=5)
     return parser

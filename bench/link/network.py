@@ -196,10 +196,10 @@ def check_permission() -> None:
         Namespace().close()
     except PermissionError as error:
         raise NetworkError(
-            "the link bench makes network namespaces and limits a link between them, which takes"
-            f" CAP_SYS_ADMIN and CAP_NET_ADMIN, but this process may not ({error.strerror}); run it"
-            " as root, or, if unprivileged user namespaces are allowed, put"
-            f" `{WITHOUT_ROOT}` before the command"
+            "the link bench makes network namespaces and limits the link between them, for which "
+            f"it needs CAP_SYS_ADMIN and CAP_NET_ADMIN, but the system refused ({error.strerror}); "
+            "run it as root, or, if unprivileged user namespaces are allowed, put "
+            f"`{WITHOUT_ROOT}` before the command"
         ) from error
 
 

@@ -44,7 +44,10 @@ def _listed(name: str, value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"it has {name} {value!r:.40}; they must be a list of objects, or its JSON")
+        raise DataError(
+            f"its {name} are {value!r:.40}; they must be a list of objects, or the JSON of such a "
+            "list"
+        )
     return value
 
 
@@ -154,8 +157,8 @@ def _check(where: str, call: Any) -> None:
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):
         raise DataError(
-            f"{where} calls {function['name']} with arguments {arguments!r:.40}; "
-            "they must be an object, or its JSON"
+            f"{where} calls {function['name']} with arguments {arguments!r:.40}; they must be an "
+            "object, or the JSON of one"
         )
 
 

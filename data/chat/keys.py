@@ -122,13 +122,13 @@ def is_unread(where: str, key: str, value: Any) -> bool:
     refuse_pictures(where, key, value)
     if key in _PREFERENCES or (key == "label" and isinstance(value, bool)):
         raise DataError(
-            f"{where} has {key}, a key of preference data, but training here uses one answer; "
-            'write the preferred answer as a turn of "messages" and leave the others out'
+            f"{where} has {key}, a key of preference data, which is not supported; write the "
+            'preferred answer as a turn of "messages" and leave the others out'
         )
     if key in _CONTENT:
         raise DataError(
-            f"{where} has {key}, but the chat template does not name it, so it would be lost; "
-            f"give a template that writes it, or leave out {key} or the conversation"
+            f"{where} has {key}, but the chat template does not use it, so it would be lost; give "
+            f"a template that writes it, or leave out {key} or the conversation"
         )
     if key in HARMLESS:
         return False
@@ -139,7 +139,7 @@ def is_unread(where: str, key: str, value: Any) -> bool:
         )
     if _THOUGHT_LIKE.fullmatch(key) and isinstance(value, (str, list, dict)):
         raise DataError(
-            f"{where} has {key}, a thought that the chat template does not name, so it would be "
+            f"{where} has {key}, reasoning that the chat template does not use, so it would be "
             f"lost; give a template that writes it, or leave out {key} or the conversation"
         )
     return key in _LINKS or not _HARMLESS_ENDS.fullmatch(key)

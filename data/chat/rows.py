@@ -106,7 +106,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
     lists = _filled(row, ("messages", "conversations"))
     if len(lists) == 2 and lists["messages"] != lists["conversations"]:
         raise DataError(
-            "has messages and conversations with different turns; remove one of the two"
+            "has messages and conversations with different turns; remove one of these keys"
         )
     key, turns = next(iter(lists.items()), ("", None))
     if isinstance(turns, str):
@@ -125,7 +125,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
             turns = [{"role": "system", "content": text}, *turns]
         elif text not in (first.get("content"), first.get("value")):
             raise DataError(
-                f"has {name} and a system turn with another text; remove one of the two"
+                f"has {name} and also a system turn with a different text; remove one of them"
             )
     return turns
 
@@ -141,8 +141,8 @@ def _without_turns(row: Mapping[str, Any]) -> str:
     advice = 'give them as a list under "messages" or "conversations"'
     if keys & {"chosen", "rejected"}:
         advice = (
-            'it is a pair of preferences: write "chosen", as turns, under "messages" '
-            'and leave "rejected" out'
+            'it is a preference pair: write "chosen", as turns, under "messages" and leave '
+            '"rejected" out'
         )
     elif {"prompt", "completion"} <= keys:
         advice = (
@@ -214,7 +214,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     if documents is None:
         return variables, unnamed
     if not isinstance(documents, list) or not all(isinstance(part, dict) for part in documents):
-        raise DataError(f"it has documents {documents!r:.40}; they must be a list of objects")
+        raise DataError(f"its documents are {documents!r:.40}; they must be a list of objects")
     return variables, unnamed
 
 
@@ -228,8 +228,8 @@ def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
         kwargs = parsed("it has chat_template_kwargs", kwargs)
     if not says_nothing(kwargs) and not isinstance(kwargs, dict):
         raise DataError(
-            f"it has chat_template_kwargs {kwargs!r:.40}; they must be a JSON object of "
-            "template variables and their values"
+            f"its chat_template_kwargs are {kwargs!r:.40}; they must be a JSON object of template "
+            "variables and their values"
         )
     return kwargs or {}
 
@@ -252,8 +252,8 @@ def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
             )
         if read.learned and row_mark is False:
             raise DataError(
-                f"turn {number} is marked as learned, but its row as not learned; remove one of "
-                "the marks"
+                f"turn {number} is marked as learned, but its row is marked as not learned; remove "
+                "one of the marks"
             )
         mark = row_mark if read.learned is None else read.learned
         learned.append(is_answer and mark is not False)

@@ -54,7 +54,7 @@ class Spoken:
     turn: int | None
     """Number of the turn that has the text, from 0; None for a tool."""
     kind: str
-    """Kind of text: "content", "thought" (reasoning), "tool_calls" or "tools"."""
+    """Kind of text: "content", "reasoning", "tool_calls" or "tools"."""
     text: str | None
     """The text itself if the template must write it unchanged; None if it may change it."""
     in_json: bool = False
@@ -108,7 +108,7 @@ class StandIns:
             if not isinstance(thought, str):
                 continue
             if thought.strip():
-                stand_in = self._number(Spoken(number, "thought", thought))
+                stand_in = self._number(Spoken(number, "reasoning", thought))
                 changed.update({name: stand_in for name in THOUGHTS if name in turn})
             break  # the other keys hold the same reasoning
 
@@ -214,9 +214,13 @@ def check_written(
         if spoken.kind not in ("content", "tools"):
             subject = f"the {spoken.kind} of {subject}"
         if number not in positions:
-            if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < last_question:
+            if (
+                spoken.kind == "reasoning"
+                and spoken.turn is not None
+                and spoken.turn < last_question
+            ):
                 notes[
-                    "a turn's thought, which the template writes only after the last question"
+                    "a turn's reasoning, which the template writes only after the last question"
                 ] = None
                 continue
             raise DataError(f"the chat template {name} drops {subject}; use one that writes it")
@@ -225,7 +229,7 @@ def check_written(
         first = positions[number][0]
         if spoken.in_json and numbered_text[max(0, first - 2) : first] == '\\"':
             notes[
-                "arguments of tool_calls that are the JSON of an object, which the template quotes "
-                "as a text"
+                "arguments of tool_calls given as the JSON of an object, which the template writes "
+                "as a quoted string"
             ] = None
     return [*notes, *stand_ins.unread()]

@@ -171,9 +171,9 @@ class ChatTemplate:
             crossing = crossing or spans[int(np.argmax(is_cut))]
         assert crossing is not None  # without any candidate, _candidates would have raised
         raise DataError(
-            f"the token of {text[slice(*crossing)]!r} lies across the edge of an assistant's turn, "
-            "so only a part of it would be learned; separate the turns in the template, for "
-            "example by a special token"
+            f"one token covers {text[slice(*crossing)]!r}, which crosses the edge of an "
+            "assistant's turn, so only a part of it would be learned; separate the turns in the "
+            "template, for example by a special token"
         )
 
     def _source(self, tools: Any) -> str:
@@ -263,11 +263,11 @@ class ChatTemplate:
         elif by_marks is None:
             raise DataError(
                 f"the chat template {self.name} does not say exactly which tokens are the "
-                "assistant's: no generation marks enclose exactly these tokens, and its turns do "
-                f"not only add text (the text through turn {by_prefixes + 1} changes once more "
-                "turns follow); put {% generation %} and {% endgeneration %} around the words of "
-                "the assistant, use a template made for training, such as TRL's, or mark turns not "
-                'to be learned with "train": false'
+                "assistant's: no generation marks enclose exactly these tokens, and its later "
+                f"turns do more than add text (the text through turn {by_prefixes + 1} changes "
+                "once more turns follow); put {% generation %} and {% endgeneration %} around the "
+                "words of the assistant, use a template made for training, such as TRL's, or mark "
+                'turns not to be learned with "train": false'
             )
 
 
@@ -278,7 +278,7 @@ def _unused_characters(text: str) -> list[str]:
     """
     unused = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text]
     if len(unused) < 4:
-        raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
+        raise DataError("contains nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
     return unused[:4]
 
 

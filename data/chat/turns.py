@@ -66,7 +66,10 @@ def read_turn(where: str, turn: Any, reads: Reads) -> ReadTurn:
     calls = calls_of(where, turn)
     if name in CALL_ROLES:
         if calls:
-            raise DataError(f"{where} has the role {name} and tool_calls; leave out tool_calls")
+            raise DataError(
+                f"{where} has the role {name}, so its text is a function call, but it also has "
+                "tool_calls; leave out tool_calls"
+            )
         calls = spoken_calls(where, content)
         content = None
     content = _content(where, content, reads)
@@ -177,12 +180,11 @@ def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
     thoughts = {name: turn[name] for name in THOUGHTS if not says_nothing(turn.get(name))}
     for name, thought in thoughts.items():
         if not isinstance(thought, str):
-            raise DataError(f"{where} has {name} {thought!r:.40}; a thought must be text")
+            raise DataError(f"{where} has {name} {thought!r:.40}; reasoning must be text")
         if not reads.thoughts:
             raise DataError(
-                f"{where} has {name}, a thought that the chat template does not name, so it "
-                f"would be lost; give a template that writes it, or leave out {name} or the "
-                "conversation"
+                f"{where} has {name}, reasoning that the chat template does not use, so it would "
+                f"be lost; give a template that writes it, or leave out {name} or the conversation"
             )
     if not thoughts:
         return {}

@@ -82,8 +82,8 @@ def check_sizes(vae: Folder, *, frames: int, height: int, width: int) -> None:
     if frames % TEMPORAL != 1:
         near = nearest(frames, range(1, frames + TEMPORAL, TEMPORAL))
         raise UserError(
-            f"frames is {frames}, but the VAE takes 1 frame and then {TEMPORAL} at a time; give "
-            f"{near}"
+            f"frames is {frames}, but the VAE encodes the first frame alone and the others "
+            f"{TEMPORAL} at a time; give {near}"
         )
     spatial = int(vae.config.get("scale_factor_spatial") or 8)
     multiple = spatial * PATCH
@@ -91,8 +91,8 @@ def check_sizes(vae: Folder, *, frames: int, height: int, width: int) -> None:
         if size % multiple:
             near = nearest(size, range(multiple, size + multiple, multiple))
             raise UserError(
-                f"{name} is {size}; it must be a multiple of {multiple}, since the VAE reduces it "
-                f"by {spatial} and the transformer has patches of {PATCH}; give {near}"
+                f"{name} is {size}; it must be a multiple of {multiple}, since the VAE downsamples "
+                f"it by a factor of {spatial} and the transformer by {PATCH} more; give {near}"
             )
 
 

@@ -47,7 +47,8 @@ def list_sources(folder: Path) -> tuple[list[Source], list[str]]:
             (videos if is_video else others)[relative.as_posix()] = path
     if not videos:
         raise DataError(
-            f"videos is {folder}, which has no videos; give a folder with files {' '.join(VIDEOS)}"
+            f"videos is {folder}, which has no videos; give a folder of files with one of the "
+            f"extensions {' '.join(VIDEOS)}"
         )
 
     captions: dict[str, str] = {}
@@ -79,9 +80,9 @@ def _refuse(folder: Path, names: list[str], problem: str) -> None:
         return
     example = Path(names[0]).with_suffix(".txt")
     raise DataError(
-        f"{folder} has {problem}: {first_few(names)}; write the caption of each video into a "
-        f"text file of its name, such as {example}, or into a row "
-        f'{{"file_name": ..., "text": ...}} of {METADATA}, or remove the video or row'
+        f"{folder} has {problem}: {first_few(names)}; write the caption of each video into a text "
+        f'file with the same name, such as {example}, or into a row {{"file_name": ..., "text": '
+        f"...}} of {METADATA}, or remove the video or row"
     )
 
 

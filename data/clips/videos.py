@@ -141,7 +141,7 @@ def _timed_frames(path: Path) -> Iterator[tuple[Any, Fraction, Fraction]]:
         start = None
         for frame in container.decode(stream):
             if frame.pts is None or frame.is_corrupt:
-                raise ValueError("a frame is damaged, or has no time")
+                raise ValueError("a frame is damaged, or has no timestamp")
             time = frame.pts * frame.time_base
             start = time if start is None else start
             yield frame, time - start, Fraction(stream.sample_aspect_ratio or 1)
@@ -156,8 +156,7 @@ def _readable(path: Path) -> Iterator[Any]:
         import av
     except ImportError as error:
         raise DataError(
-            "videos needs the package PyAV to read videos; install it: pip install av (make venv "
-            "EXTRAS=video)"
+            "--videos needs the package PyAV; install it: pip install av (make venv EXTRAS=video)"
         ) from error
     try:
         yield av

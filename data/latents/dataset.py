@@ -43,7 +43,10 @@ class LatentDataConfig:
     def __post_init__(self) -> None:
         split_shares(self.split)
         if not self.data_path:
-            raise DataError("data_path is empty; give folders of latents, or digits")
+            raise DataError(
+                "data_path is empty; give folders of latents, or the name 'digits' for "
+                "scikit-learn's built-in images"
+            )
         at_least(self, 0, "num_workers")
 
 

@@ -78,7 +78,7 @@ class Latents:
         """Raise DataError for the first label that is negative or not below num_classes."""
         bad = self.labels < 0
         problem = "classes begin at 0"
-        remedy = "number the classes from 0, and leave out samples without one"
+        remedy = "number the classes from 0, and leave out samples without a class"
         # Negative labels are reported first: no num_classes fixes them.
         if num_classes is not None:
             problem = f"num_classes {num_classes} allows 0 to {num_classes - 1}"
@@ -215,7 +215,9 @@ def _check_entry(path: Path, entry: Any) -> None:
         )
     samples = entry.get("samples")
     if type(samples) is not int or samples < 1:
-        raise DataError(f"{path}: samples of {names[0]} is {samples}; give 1 or more; {_WRITE}")
+        raise DataError(
+            f"{path}: samples of {names[0]} is {samples}; it must be 1 or more; {_WRITE}"
+        )
 
 
 def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Shard:
@@ -234,8 +236,8 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
         read = array.__getitem__
     else:
         raise DataError(
-            f"{folder / INDEX}: {path.name} is neither a .safetensors nor a .npy with labels; "
-            f"{_WRITE}"
+            f"{folder / INDEX}: {path.name} is neither a .safetensors file nor a .npy file with "
+            f"labels; {_WRITE}"
         )
 
     expected_shape = (samples, *shape)

@@ -39,7 +39,9 @@ def write_latents(
         with writable(folder):
             stack.enter_context(owned(folder))
         if (folder / INDEX).exists():
-            raise DataError(f"{folder} already holds latents; give another one, or remove this one")
+            raise DataError(
+                f"{folder} already holds latents; give another folder, or remove this one"
+            )
         drafts_of = stack.enter_context(drafting())
         for latents, labels in _regrouped(batches, samples_per_shard):
             shape = shape or latents.shape[1:]

@@ -42,9 +42,9 @@ def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
     if "begin" in records[first] or not tokenizer.before:
         return None
     return (
-        f"note: documents of {first} were prepared by a version that did not begin them with "
-        f"{_named(tokenizer.before, tokenizer)}, as {tokenizer.path} does by itself; to change "
-        "that, prepare them again with python -m tools.prepare_data --overwrite"
+        f"note: an older version of Longmesh prepared the documents of {first} without "
+        f"{_named(tokenizer.before, tokenizer)}, which {tokenizer.path} puts first by itself; to "
+        "add it, prepare them again with python -m tools.prepare_data --overwrite"
     )
 
 

@@ -92,8 +92,8 @@ class EpochedDataset:
         if index is not None and (num_masked := int((loss_mask == 0).sum())):
             # GPTDataset masks labels equal to its pad id, -1, and hides them.
             raise DataError(
-                f"{self.name}: sample {index} holds token id -1 at {num_masked} positions; "
-                "write the file again"
+                f"{self.name}: sample {index} holds token id -1, which is not a token, at "
+                f"{num_masked} positions; write the file again"
             )
         finished = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if self.eod_mask_loss:

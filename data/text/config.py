@@ -75,8 +75,8 @@ class DataConfig:
             conflicts = [name for name in self.REPLACES["mock_data"] if getattr(self, name)]
             if conflicts:
                 raise DataError(
-                    f"mock_data draws tokens and cannot be combined with {', '.join(conflicts)}; "
-                    "leave these out, or mock_data (--no-mock-data)"
+                    "mock_data makes random tokens, so it cannot be combined with "
+                    f"{', '.join(conflicts)}; leave those out, or give --no-mock-data"
                 )
         at_least(self, 0, "num_workers")
 
@@ -187,7 +187,7 @@ def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     prefixes = list(data_path[1::2] if weights else data_path)
     for prefix in prefixes:
         if prefix.endswith((".bin", ".idx")):
-            raise DataError(f"data_path names {prefix}; give the prefix without {prefix[-4:]}")
+            raise DataError(f"data_path has {prefix}; give the prefix without {prefix[-4:]}")
     return prefixes, weights
 
 

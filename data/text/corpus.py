@@ -81,8 +81,8 @@ class Corpus:
         if path not in self._noted and _looks_like_rows(text):
             self._noted.add(path)
             print(
-                f"note: {path} is read as one text, but holds JSON objects; name it .jsonl to "
-                "read them as rows",
+                f"note: {path} is read as a single text, but begins with a JSON object; rename it "
+                "to .jsonl to read its lines as rows",
                 file=sys.stderr,
             )
         yield text
@@ -108,8 +108,8 @@ def _text(where: str, row: Any, key: str) -> str:
     if key not in row:
         names = [json.dumps(name, ensure_ascii=False) for name in row]
         raise DataError(
-            f'{where}: has no field "{key}"; its fields are {first_few(names, 8) or "none"}: '
-            "give the field that holds the text to --json-keys"
+            f'{where}: has no field "{key}"; its fields are {first_few(names, 8) or "none"}: name '
+            "the field that holds the text with --json-keys"
         )
     text = row[key]
     if not isinstance(text, str):

@@ -71,12 +71,14 @@ def form_of(path: Path) -> Form:
     if ending in _LOADERS:
         loader = _LOADERS[ending].format(path=path)
         raise DataError(
-            f"{path} is a table that cannot be read; write it as one of {ROW_ENDINGS}, for "
-            f'example by datasets.load_dataset({loader}, split="train")'
-            f'.to_json("{path.with_suffix(".jsonl")}")'
+            f"{path} is a table in an unsupported format; convert it to one of {ROW_ENDINGS}, for "
+            f"example by datasets.load_dataset({loader}, "
+            f'split="train").to_json("{path.with_suffix(".jsonl")}")'
         )
     if ending in _OTHER_TABLES:
-        raise DataError(f"{path} is a table that cannot be read; write it as one of {ROW_ENDINGS}")
+        raise DataError(
+            f"{path} is a table in an unsupported format; convert it to one of {ROW_ENDINGS}"
+        )
     return _FORMS.get(ending, "text")
 
 

@@ -69,8 +69,8 @@ class Indexed:
         lengths = np.diff(begins[self.bounds])
         if lengths.max() > np.iinfo(np.int32).max:
             raise DataError(
-                f"{self.prefix}.idx joins sequences to a document of {lengths.max():,} tokens, but "
-                f"a document must have fewer than 2^31; {REWRITE}"
+                f"{self.prefix}.idx combines sequences into a document of {lengths.max():,} "
+                f"tokens, but a document must have fewer than 2^31; {REWRITE}"
             )
         return lengths.astype(np.int32)
 

@@ -162,8 +162,8 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     indexed = open_indexed(prefix)
     if (len(indexed.lengths), indexed.tokens) != (prepared.documents, prepared.tokens):
         raise DataError(
-            f"{prefix}.idx and {with_end(prefix, '.json')} disagree on the number of tokens; "
-            f"{remedy}"
+            f"{prefix}.idx and {with_end(prefix, '.json')} disagree on the number of documents or "
+            f"tokens; {remedy}"
         )
     _check_tokenizer(request, prefix, prepared, remedy)
 

@@ -168,8 +168,8 @@ class TextFile:
 
         problem = (
             f'{self.prefix}: split "{self.config.split}" leaves the {group.split} split '
-            f"{len(documents)} documents{group.lengths} with {tokens} tokens, but one sample "
-            f"needs {needed}"
+            f"{len(documents)} documents{group.lengths} with {tokens} tokens in all, but one "
+            f"sample needs {needed}"
         )
         if group.lengths:
             raise DataError(

@@ -127,8 +127,9 @@ class HuggingFaceTokenizer(Tokenizer):
         ids: list[int] = encoding.ids
         if self.eod in ids:
             raise DataError(
-                f"a text spells {self._backend.id_to_token(self.eod)!r}, which is also a word of "
-                f"{self.path}, so it would end the document; remove it from the text"
+                f"a text contains {self._backend.id_to_token(self.eod)!r}, which {self.path} "
+                "encodes as the end-of-document token, so it would end the document; remove it "
+                "from the text"
             )
         return ids
 

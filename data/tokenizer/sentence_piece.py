@@ -116,7 +116,7 @@ def train_tokenizer(
         if bound is not None:
             fix = f"give --vocab-size {bound[2]} or {'more' if bound[1] == 'vs' else 'less'}"
         raise DataError(
-            f"vocab_size {vocab_size} does not suit the text to train on; {fix}"
+            f"vocab_size {vocab_size} does not suit the training text; {fix}"
         ) from error
 
     path = Path(f"{os.fspath(model_prefix)}.model")

@@ -174,6 +174,6 @@ def _check_contiguous(*totals: Tensor) -> None:
     for x in totals:
         if not x.is_contiguous():
             raise ValueError(
-                "attention_backend triton adds only to contiguous tensors, but one has strides"
-                f" {x.stride()}; call contiguous() on it"
+                "attention_backend triton adds its results only to contiguous tensors, but one of "
+                f"them has strides {x.stride()}; call contiguous() on it"
             )

@@ -43,8 +43,8 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
         if not self.learned_positions:
             return
         must = (
-            "learned_absolute positions need this length of their table; set it to the longest "
-            "sequence, or set position_embedding_type to rope"
+            "it is the length of the table of learned_absolute positions, so it must be set; set "
+            "it to the longest sequence, or set position_embedding_type to rope"
         )
         require(self, self.max_position_embeddings is not None, "max_position_embeddings", must)
 

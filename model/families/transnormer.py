@@ -93,7 +93,9 @@ def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     lrpe = entry(hf, "linear_use_lrpe_list", list)
     only_first = all(bool(flag) == (layer == 0) for layer, flag in enumerate(lrpe))
     if len(lrpe) != settings["num_layers"] or not only_first:
-        raise unsupported("linear_use_lrpe_list", lrpe, "; only LRPE in just the first layer is")
+        raise unsupported(
+            "linear_use_lrpe_list", lrpe, "; LRPE must be in the first layer, and in no other"
+        )
     return {
         "ffn_hidden_size": ffn_size,
         "kv_channels": attention_size // heads,

@@ -69,8 +69,8 @@ def rope_from_hf(
         raise unsupported(
             key,
             rope,
-            f"; only the types default, {', '.join(SETTINGS)} are, with partial_rotary_factor 1 "
-            "unless the model rotates a share of the channels",
+            f"; the type must be default, {', '.join(SETTINGS)}, and partial_rotary_factor 1 "
+            "unless the model rotates only a share of the channels",
         )
     _check_rope_keys(key, rope, kind, others)
 
@@ -217,7 +217,7 @@ def ropes_from_hf(
     if local is None and "rope_theta" not in sliding and converted["rotary_base"] != base:
         raise UserError(
             f"{CONFIG}: rope_theta is {converted['rotary_base']:g}, but rope_parameters has none "
-            f"for {SLIDING}: transformers 4 takes this base there, but transformers 5 takes "
+            f"for {SLIDING}, for which transformers 4 uses this base and transformers 5 uses "
             f"{base:g}; write the right base into rope_parameters"
         )
     return {**converted, "rotary_base_local": local_rope["rotary_base"]}

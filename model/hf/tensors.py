@@ -142,8 +142,8 @@ class Weights(Mapping[str, Tensor]):
             ignored = [name for name in ignored if name != INDEX]
         if ignored:
             notify(
-                f"note: {folder}: {first_few(ignored)} ignored, as in transformers; "
-                f"{files[0]} is read"
+                f"note: {folder}: reading {files[0]}, as transformers does, and ignoring "
+                f"{first_few(ignored)}"
             )
 
     def _add(self, path: Path, index: Mapping[str, str], notify: Callable[[str], Any]) -> None:

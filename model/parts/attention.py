@@ -103,9 +103,9 @@ def refuse_mask(mask: Any) -> None:
     """Raise UserError for a mask, which attention on one device does not support."""
     if mask is not None:
         raise UserError(
-            f"mask is a {type(mask).__name__}, but this attention has no method of context "
-            "parallelism, which masks of micro-batches need; set a context_parallel_method, or "
-            "leave the mask out"
+            f"mask is a {type(mask).__name__}, but a micro-batch's mask needs a method of context "
+            "parallelism, and this attention has none; set a context_parallel_method, or leave the "
+            "mask out"
         )
 
 

@@ -54,8 +54,8 @@ def window_of(size: str | None) -> Window | None:
         left, right = map(int, words)
     except ValueError:
         raise UserError(
-            f"window_size is {size}; it must be two numbers, of keys that a token sees before and "
-            "after its own, such as 1023,0"
+            f"window_size is {size}; it must be two numbers, such as 1023,0: how many keys a token "
+            "sees before its own, and how many after it"
         ) from None
     if left != -1 and not 1 <= left <= WIDEST:
         raise UserError(

@@ -311,7 +311,7 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     groups = _deal(episodes, chains)
     if not groups:
         raise DataError(
-            f"trajectories is {chains.trajectories}, but no task has as many episodes; give a "
+            f"trajectories is {chains.trajectories}, but no task has that many episodes; give a "
             "smaller --trajectories"
         )
 

@@ -36,10 +36,22 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--suffix",
         default=".npz",
-        help="ending of the files to read from a folder (default: %(default)s)",
+        help="extension of the files to read from a folder (default: %(default)s)",
     )
-    add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="prefix of the output")
-    add("--trajectories", type=positive, required=True, metavar="N", help="attempts in a chain")
+    add(
+        "--output-prefix",
+        type=Path,
+        required=True,
+        metavar="PREFIX",
+        help="path prefix of the output files",
+    )
+    add(
+        "--trajectories",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="number of attempts per chain",
+    )
     add(
         "--bins",
         type=at_least(2),

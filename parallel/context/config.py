@@ -118,9 +118,9 @@ class ContextConfig:
             reason = "chooses by itself" if method == "auto" else "does not use"
             raise ContextError(
                 f"context_parallel_method is {method}, but an option is set that it {reason}: "
-                "layout, team size, placement, ranks per node, ulysses_degree, "
-                "ulysses_head_chunks or delta_rule_schedule; leave these options out, or set "
-                "context_parallel_method to a method"
+                "layout, team size, placement, ranks per node, ulysses_degree, ulysses_head_chunks "
+                "or delta_rule_schedule; leave these options out, or set context_parallel_method "
+                "to a specific method"
             )
         if not causal and self.delta_rule_schedule != "auto":
             raise ContextError(

@@ -56,8 +56,9 @@ class ReplacingMode(TorchFunctionMode):
         if is_causal or dropout_p > 0 or not self.takes(attn_mask):
             raise UserError(
                 f"{self._layer}: its attention has a mask or dropout (is_causal {is_causal}, "
-                f"dropout {dropout_p}), but ranks share only full attention without dropout, and a "
-                "mask may only mark padded text, in some families; leave out mask and dropout"
+                f"dropout {dropout_p}), but ranks share only full attention without dropout, and "
+                "only some families may have a mask, of padded text; leave out the mask and the "
+                "dropout"
             )
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)

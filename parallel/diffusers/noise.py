@@ -32,8 +32,8 @@ def noise_like(latents: Tensor, samples: Sequence[int], seed: int = 0) -> Tensor
     """
     if len(samples) != len(latents):
         raise UserError(
-            f"noise_like has {len(latents)} latents and {len(samples)} samples; give one sample "
-            "number for each of the latents"
+            f"noise_like got {len(latents)} latents, but {len(samples)} sample numbers; give one "
+            "sample number for each latent"
         )
     noise = []
     for sample in samples:
@@ -88,7 +88,9 @@ def _broadcast(x: Tensor, latents: Tensor) -> Tensor:
     """Return x ``[B]`` as ``[B, 1, ...]`` in the latents' dtype and on their device."""
     x = x.to(latents.device, latents.dtype)
     if x.ndim == 1 and len(x) != len(latents):
-        raise UserError(f"{len(x)} times were given for {len(latents)} latents; give one for each")
+        raise UserError(
+            f"{len(x)} noise levels were given for {len(latents)} latents; give one for each"
+        )
     if x.ndim == 1:
         x = x.view(-1, *[1] * (latents.ndim - 1))
     return x

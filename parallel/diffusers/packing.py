@@ -50,7 +50,8 @@ class PackedForward:
         if family.packing is None:
             raise UserError(
                 f"{type(model).__name__} has one modulation for all tokens, so clips with "
-                "different times cannot share a sequence; run them one by one, or use Wan or LTX"
+                "different timesteps cannot share a sequence; run them one by one, or use Wan or "
+                "LTX"
             )
         self._model = model
         self._family = family

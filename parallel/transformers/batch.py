@@ -119,7 +119,8 @@ def pack(
     if model_positions.padding is not None and (ids == model_positions.padding).any():
         raise UserError(
             f"input_ids contains the padding token {model_positions.padding}, but this model gives "
-            "it no position and does not count it in others; set attention_mask to 0 for it"
+            "it no position and skips it when it counts those of other tokens; set attention_mask "
+            "to 0 for it"
         )
     positions = _shift_to_first(
         positions, starts, model_positions.first, from_caller=position_ids is not None
@@ -160,8 +161,8 @@ def _tokens_of_mask(attention_mask: Tensor) -> Tensor:
     if len(others):
         raise UserError(
             f"attention_mask contains {others[0].item():g}, but may contain only 1 for tokens and "
-            "0 for padding; give no mask that is added to scores, and separate documents by "
-            "position_ids or documents"
+            "0 for padding; do not give a mask that is added to scores, and separate documents by "
+            "position_ids or documents instead"
         )
     return attention_mask.bool()
 

@@ -190,8 +190,8 @@ def _model_positions(
             return Positions(first, padding if skips_padding else None)
 
     raise UserError(
-        f"{type(model).__name__} cannot be sharded: without position_ids it computes positions "
-        f"that are not consecutive from one of {firsts} on, and the ranks cannot compute them"
+        f"{type(model).__name__} cannot be sharded: without position_ids its positions are not "
+        f"consecutive numbers that begin with one of {firsts}, so the ranks cannot compute them"
     )
 
 
@@ -253,6 +253,6 @@ def _check_nan(values: Any) -> None:
             others = torch.arange(TOKENS, device=x.device) != NAN_TOKEN
             if x[:, others].isnan().any():
                 raise UserError(
-                    "it mixes tokens with code other than the attention, short convolution and "
-                    "gated delta rule that shard replaces, so a rank would see only its own tokens"
+                    "it mixes tokens, but not through the attention, short convolution or gated "
+                    "delta rule that shard replaces, so a rank would see only its own tokens"
                 )

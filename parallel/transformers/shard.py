@@ -35,7 +35,8 @@ REFUSED = {
         "ranks would leave out different layers, and wait for each other; set it to 0"
     ),
     "attn_temperature_tuning": (
-        "each rank would scale queries by a count of its own tokens only; make the model with False"
+        "each rank would scale queries by a count of its own tokens only; create the model with it "
+        "set to False"
     ),
 }
 """Settings of a model's configuration that are refused, with the reasons."""

@@ -42,7 +42,10 @@ REFUSED = {
         "a rank has only its own tokens' logits; leave it out and evaluate the loss, or call "
         "context_parallel.gather",
     ),
-    "model_init": (None, "a model that is made again is not sharded; give model instead"),
+    "model_init": (
+        None,
+        "a model that the trainer creates again would not be sharded; pass model instead",
+    ),
     "parallelism_config": (
         None,
         "this trainer makes its own mesh; give context_parallel_size instead, and leave other "

@@ -77,8 +77,8 @@ def transformer_of(entries: dict[str, Any]) -> Transformer:
     name = entries.get("_class_name")
     if name not in CLASSES:
         raise ModelError(
-            f"_class_name is {name!r}; the planner knows only {', '.join(CLASSES)}; "
-            "name the config.json of one (in a pipeline's folder, transformer/config.json)"
+            f"_class_name is {name!r}; the planner supports only {', '.join(CLASSES)}; name the "
+            "config.json of one (in a pipeline's folder, transformer/config.json)"
         )
     kind = CLASSES[name]
     config = {"_class_name": name, **kind.defaults}
@@ -155,8 +155,8 @@ class Clip:
         if (self.frames - 1) % vae.frames or count % model.patch.frames:
             below = max(1, self.frames - (self.frames - 1) % step)
             raise ClipError(
-                f"frames is {self.frames}, but the autoencoder takes 1 frame and then "
-                f"{vae.frames} at a time; use {below} or {below + step}"
+                f"frames is {self.frames}, but the autoencoder encodes the first frame alone and "
+                f"the others {vae.frames} at a time; use {below} or {below + step}"
             )
         return Grid(
             count // model.patch.frames,
@@ -178,8 +178,8 @@ class Clip:
             raise ClipError(f"text is {text}; it must be 1 token or more")
         if not model.joint and model.added_tokens and text != model.text_tokens:
             raise ClipError(
-                f"text is {text}, but diffusers takes {model.text_tokens} text tokens in models "
-                f"that see a picture too; use {model.text_tokens}"
+                f"text is {text}, but diffusers takes exactly {model.text_tokens} text tokens in a "
+                f"model that also sees a picture; use {model.text_tokens}"
             )
         return text + model.added_tokens
 

@@ -82,7 +82,7 @@ def runs_of(
         run = replace(base, context=context)
         if run.batch % (run.groups * run.samples):
             refused[
-                f"batch is {run.batch}, but {run.groups} groups of {context} ranks take a multiple "
+                f"batch is {run.batch}, but {run.groups} groups of {context} ranks need a multiple "
                 f"of {run.groups * run.samples}; set batch to such a multiple"
             ] += 1
             continue

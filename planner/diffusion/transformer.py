@@ -118,5 +118,5 @@ class Transformer(ABC):
         if value not in values:
             choices = " or ".join(repr(choice) for choice in values)
             raise ModelError(
-                f"{key} is {value!r}; the planner knows {self.config_class} only with {choices}"
+                f"{key} is {value!r}; the planner supports {self.config_class} only with {choices}"
             )

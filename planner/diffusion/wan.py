@@ -55,7 +55,8 @@ class Wan(Transformer):
         if (self.config["image_dim"] is None) != (self.config["added_kv_proj_dim"] is None):
             raise ModelError(
                 f"image_dim is {self.config['image_dim']}, but added_kv_proj_dim is "
-                f"{self.config['added_kv_proj_dim']}; image-to-video models have both, others none"
+                f"{self.config['added_kv_proj_dim']}; image-to-video models have both, and others "
+                "have neither"
             )
 
     @property

@@ -40,7 +40,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         if not os.environ.get(name):
             raise LaunchError(
                 f"RANK is set but {name} is not, so the processes cannot connect; start with "
-                f"torchrun, which sets both, set {name}, or unset RANK to start alone"
+                f"torchrun, which sets both, or set {name}, or unset RANK to start alone"
             )
     address = os.environ["MASTER_ADDR"]
     port = read_number("MASTER_PORT", None, minimum=1, limit=65536)

@@ -75,7 +75,8 @@ def test_bad_input_is_one_line(capsys):
     assert main(["--only", "none of them"]) == 1
     device, only = capsys.readouterr().err.splitlines()
     assert device == (
-        "error: this needs a CUDA GPU, but torch finds none; start it on a machine with a GPU"
+        "error: --device cuda needs a CUDA GPU, but torch finds none; run this on a "
+        "machine with a GPU"
     )
     assert only.startswith(
         "error: --only is 'none of them', but no case has that in its name; the cases are: llama; "

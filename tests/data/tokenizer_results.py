@@ -93,7 +93,7 @@ def told_of_older_data(folder):
     record = json.loads((folder / "d.json").read_text())
     del record["prepared"]["begin"]
     (folder / "d.json").write_text(json.dumps(record))
-    assert check_begins([prefix], load_tokenizer(path)).startswith("note: documents of")
+    assert check_begins([prefix], load_tokenizer(path)).startswith("note: an older version")
     return "told"
 
 

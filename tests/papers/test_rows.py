@@ -58,7 +58,7 @@ def test_files_are_written_and_what_cannot_be_measured_is_said(tmp_path, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_flops.csv", "ring_flops.png"]
     shown = capsys.readouterr()
     assert "appendix C" in shown.out
-    assert "flops is not measured, but predicted: it needs no run" in shown.err
+    assert "flops is only predicted, not measured: it needs no run" in shown.err
     assert made_by((tmp_path / "ring_flops.csv").read_text()).startswith(stamp()["commit"])
 
 

@@ -74,7 +74,10 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "measured:" not in captured.out
     assert captured.out.count("\nshared  ") == captured.out.count("\nrails   ") == 4
-    assert "links is not measured here, but predicted: no namespaces here" in captured.err
+    assert (
+        "links is only predicted, since it cannot be measured here: no namespaces here"
+        in captured.err
+    )
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_a_process_more_than_gpus_is_refused(launcher, monkeypatch):
             monkeypatch.context() as patch,
             pytest.raises(
                 MeshError,
-                match=f"process 3 of a machine finds only {gpus} GPUs there; start at most {gpus}",
+                match=f"process 3 on its machine finds only {gpus} GPUs; start at most {gpus}",
             ),
         ):
             gpu_of(patch, LAUNCHERS[launcher](0, 2, 1, 4), 0, gpus)

@@ -255,7 +255,7 @@ def test_slurms_words_and_our_hint(message, hint, tmp_path, monkeypatch):
     )
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(UserError, match="sbatch refuses: ") as caught:
+    with pytest.raises(UserError, match="sbatch refused the job: ") as caught:
         submit.submit("#!/bin/bash\n")
     assert hint in str(caught.value)
     assert message.split(": ")[-1].split("\n")[0] in str(caught.value)

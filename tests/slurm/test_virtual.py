@@ -83,7 +83,7 @@ def test_what_slurm_refuses_is_told_in_its_words_and_with_a_hint(
         ["--cluster", str(CLUSTERS / "h100_pod.toml"), *options.split(), *RUN, "--device", "cpu"],
     )
     assert ending.status == 1
-    assert re.search(f"^error: sbatch refuses: .*{words}", ending.stderr), ending.stderr
+    assert re.search(f"^error: sbatch refused the job: .*{words}", ending.stderr), ending.stderr
 
 
 def flags(data):

@@ -199,7 +199,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
         ),
         ("--write . --top 0", "^error: --write is ., but that is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),
-        ("--vocab-size none", "vocab_size nor tokenizer_model.* name the model with --config FILE"),
+        ("--vocab-size none", "vocab_size nor tokenizer_model.* give a model with --config FILE"),
         (
             "--longest --seq-length 4096",
             "--longest searches for the sequence length; do not pass --seq-length too",

@@ -93,7 +93,10 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
     ("flags", "message"),
     [
         (["nothing"], "nothing: cannot be read"),
-        ([WAN, "--frames", "80"], "frames is 80, but the autoencoder takes 1 frame and then 4"),
+        (
+            [WAN, "--frames", "80"],
+            "frames is 80, but the autoencoder encodes the first frame alone",
+        ),
         (
             [WAN, "--gpus", "1"],
             "1 tried takes 271.4; use more GPUs, --lora RANK or a smaller clip",
@@ -112,7 +115,7 @@ def test_fits_shows_lengths_and_sizes_by_ranks(capsys):
         ),
         ([WAN, "--gpus", "0"], "gpus is 0"),
         ([WAN, "--vae", "4", "0", "8"], "vae is 4 0 8; its factors must be 1 or more"),
-        (["flux_dev", "--time-per-token"], "FluxTransformer2DModel has one time per sample"),
+        (["flux_dev", "--time-per-token"], "FluxTransformer2DModel has one timestep per sample"),
         (
             ["wan2.1_1.3b", "--context", "8", "--method", "ulysses"],
             "no method suits: ulysses_degree is 8 with 12 query and 12 key heads",

@@ -154,9 +154,9 @@ def test_short_videos_are_refused_or_left_out_by_name(models, videos, tmp_path, 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"frames": 80}, "but the VAE takes 1 frame and then 4 at a time; give 77 or 81"),
+        ({"frames": 80}, "first frame alone and the others 4 at a time; give 77 or 81"),
         ({"height": 40}, "height is 40; it must be a multiple of 16"),
-        ({"width": 50}, "by 8 and the transformer has patches of 2; give 48 or 64"),
+        ({"width": 50}, "by a factor of 8 and the transformer by 2 more; give 48 or 64"),
         ({"width": 5}, "give 16"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "-" * 80 not in captured.out
     assert re.fullmatch(
-        r"error: .*/iter_0000003 cannot write text: .*; its training diverged, .*\n",
+        r"error: .*/iter_0000003 cannot write text, because its training diverged: .*\n",
         captured.err,
     )
 
@@ -262,7 +262,7 @@ def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
     )
     for stop in ("no one token", "300"):
         assert main([*map(str, command), "--stop", stop]) == 1
-        assert f"stop names '{stop}', but that is" in capsys.readouterr().err
+        assert f"--stop has '{stop}', but that is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

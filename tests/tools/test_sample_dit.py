@@ -91,7 +91,7 @@ def _drawn_on_rank(rank, world_size, run, folder):
 
 
 NOT_FINITE = (
-    r"iter_0000002 draws values that are not finite in \d+ of \d+ samples, so "
+    r"iter_0000002 generates values that are not finite in \d+ of \d+ samples, so "
     r"its training diverged or guidance"
 )
 

@@ -269,7 +269,7 @@ from longmesh_attention.runtime.files import owned as é; \
 é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
 '''
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
-    with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge without as"):
+    with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge without an alias"):
         vendor.renamed(b"import kernels.merge", Path("a.py"))
     for line, module in (
         ("from . import plan", r"\."),

@@ -183,14 +183,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=positive,
         default=1,
         metavar="N",
-        help="number of sequences at once (default: %(default)s)",
+        help="number of sequences in a batch of the measured attention (default: %(default)s)",
     )
     add(
         "--ceilings",
         action="store_true",
         help="measure one device's maximum rates, and write no cluster file",
     )
-    add("--json", type=Path, metavar="PATH", help="with --ceilings: file for them, as JSON lines")
+    add(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="with --ceilings: file to write the rates to, as JSON lines",
+    )
     add(
         "--lengths",
         type=positive,

@@ -87,7 +87,7 @@ def _import_edits(node: ast.Import, path: Path, name: str) -> Iterator[Edit]:
         moved = _moved(alias.name, name)
         if moved != alias.name and not alias.asname:
             raise UserError(
-                f"{path}:{node.lineno} imports {alias.name} without as; use from ... import"
+                f"{path}:{node.lineno} imports {alias.name} without an alias; use from ... import"
             )
         yield Edit(alias.lineno - 1, alias.col_offset, alias.name, moved)
 

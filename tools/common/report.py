@@ -238,7 +238,7 @@ def save(figure: "Figure", path: Path, flag: str) -> None:
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise UserError(
-            f"{flag} is {path}, but its ending is not a picture format; use one of "
+            f"{flag} is {path}, but its extension is not a picture format; use one of "
             f"{', '.join(formats)}"
         )
 

@@ -133,8 +133,8 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
         "--add-bos-token",
         choices=("auto", "always", "never"),
         help=(
-            f"begin {texts} with the begin token "
-            "(default: as in the run's documents, else if the tokenizer adds it by itself)"
+            f"begin {texts} with the begin-of-sequence (BOS) token (default: as in the run's "
+            "documents, else if the tokenizer adds it by itself)"
         ),
     )
 

@@ -77,7 +77,7 @@ def make(args: argparse.Namespace) -> None:
     if args.messages and args.output.suffix != ".jsonl":
         raise DataError(
             f"{args.output} does not end in .jsonl, but tools.prepare_data recognises rows by that "
-            "ending; rename the file"
+            "extension; rename the file"
         )
 
     tokenizer = load_tokenizer(args.tokenizer_model)
@@ -140,7 +140,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     score_help = "score a run by task and length"
     score = commands.add_parser("score", help=score_help, allow_abbrev=False)
     make = commands.add_parser("make", help="write examples", allow_abbrev=False)
-    model_help = "write a tiny model of random weights"
+    model_help = "write a tiny model with random weights"
     model = commands.add_parser("model", help=model_help, allow_abbrev=False)
     repeat_help = "write names and numbers to repeat"
     repeat = commands.add_parser("repeat", help=repeat_help, allow_abbrev=False)
@@ -172,7 +172,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _add_repeat(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("output", type=Path, metavar="OUT.jsonl", help="file with a row for each conversation")
-    add("--times", type=positive, default=4, metavar="N", help="repeats (default: %(default)s)")
+    add(
+        "--times",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="number of times that the answer repeats the text (default: %(default)s)",
+    )
     add("--samples", type=positive, default=100, help="number of rows (default: %(default)s)")
 
 
@@ -245,7 +251,12 @@ def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
         help="chat template (default: that of the run's conversations, or the tokenizer's)",
     )
     add_begin(parser, "prompts of a base model")
-    add("--essays", type=Path, metavar="FILE", help="haystack's text (default: made sentences)")
+    add(
+        "--essays",
+        type=Path,
+        metavar="FILE",
+        help="text of the haystack (default: generated sentences)",
+    )
     add(
         "--qa-1",
         type=Path,
@@ -259,7 +270,7 @@ def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
         "--depths",
         type=positive,
         default=LINE_DEFAULTS["depths"],
-        help="number of depths at which the asked line may lie (default: %(default)s)",
+        help="number of depths at which the line asked about may lie (default: %(default)s)",
     )
     see = "see the description above (default: %(default)s)"
     add("--form", choices=forms, default=LINE_DEFAULTS["form"], help=see)

@@ -115,14 +115,14 @@ def score_run(args: argparse.Namespace) -> None:
 def _check_longest(length: int, positions: int | None) -> None:
     if positions is not None and length > positions:
         raise ConfigError(
-            f"lengths names {length}, but the model has max_position_embeddings {positions}, so "
+            f"--lengths has {length}, but the model has max_position_embeddings {positions}, so "
             "prompts would be cut; give smaller lengths"
         )
 
     if length > MAX_LENGTH:
         raise ConfigError(
-            f"lengths names {length}, but texts have at most {MAX_LENGTH} tokens; "
-            "give smaller lengths"
+            f"--lengths has {length}, but texts have at most {MAX_LENGTH} tokens; give smaller "
+            "lengths"
         )
 
 

@@ -110,14 +110,14 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     for task in args.tasks:
         if task not in known_tasks:
             raise DataError(
-                f"tasks names {task}, but there is no such task; choose from "
+                f"--tasks has {task}, but there is no such task; choose from "
                 f"{', '.join(known_tasks)}"
             )
         if task in lacking:
             flag = task.replace("_", "-")
             kind = "SQuAD's" if task == "qa_1" else "HotpotQA's"
             raise DataError(
-                f"tasks names {task}, but its questions come from a file; give {kind} JSON with "
+                f"--tasks has {task}, but its questions come from a file; give {kind} JSON with "
                 f"--{flag} FILE"
             )
 

@@ -97,9 +97,9 @@ class RulerConfig:
 
         if lengths[-1] > seq_length:
             raise UserError(
-                f"ruler_lengths names {lengths[-1]}, but seq_length is {seq_length}, so prompts "
-                "would be cut; give smaller ruler_lengths, and score longer prompts with "
-                "python -m tools.ruler"
+                f"ruler_lengths has {lengths[-1]}, but seq_length is {seq_length}, so prompts "
+                "would be cut; give smaller ruler_lengths, and score longer prompts with python -m "
+                "tools.ruler"
             )
 
         return lengths

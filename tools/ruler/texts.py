@@ -109,7 +109,7 @@ class Essays:
 
         Raises DataError if the file cannot be read or has no text.
         """
-        self.title = "made sentences"
+        self.title = "generated sentences"
         """Name of the haystack in tables."""
         self._sentences: list[str] = []
         self._repeats = file is not None

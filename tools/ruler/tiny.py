@@ -72,8 +72,8 @@ def write_model(
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     except ImportError as error:
         raise UserError(
-            "transformers, which writes the model, is not installed; pip install transformers "
-            "(make venv EXTRAS=dev)"
+            "transformers, which writes the model, is not installed; install it: pip install "
+            "transformers (make venv EXTRAS=dev)"
         ) from error
 
     is_lines = task == NAME

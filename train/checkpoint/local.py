@@ -38,7 +38,7 @@ def local_folder(directory: str | None, save: str) -> Path | None:
     with raise_together():
         if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
             raise CheckpointError(
-                f"{folder} is a link, or another user's; choose another "
+                f"{folder} is a symlink, or belongs to another user; choose another "
                 "--non-persistent-local-ckpt-dir"
             )
     return folder

@@ -156,7 +156,9 @@ def _checked_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
         counts.append((name, size))
     for name, count in counts:
         if not is_count(count):
-            raise ValueError(f"{name} has {count!r:.40}, not a whole number below 2^53")
+            raise ValueError(
+                f"{name} has the value {count!r:.40}, which is not a whole number below 2^53"
+            )
 
     for name, (_, digest) in sorted(files.items()):
         if not re.fullmatch("[0-9a-f]{64}", digest):

@@ -128,7 +128,10 @@ class Saves:
             yield
         except Exception as error:
             if on_all_ranks(error) and self._background.under_way:
-                self.say(f"the run ends after the save under way, because of an error: {error}")
+                self.say(
+                    "the run ends once the save in progress is finished, because of an error: "
+                    f"{error}"
+                )
                 self.wait()
             raise
 

@@ -171,7 +171,8 @@ def _abandoned(directory: Path, times: dict[int, float]) -> set[int]:
                 starts.append((start_time, start_iteration))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CheckpointError(
-                f"{path} has a line {line!r:.40}, which is not a start of a run; remove the line"
+                f"{path} has a line {line!r:.40}, which does not record a start of the run; remove "
+                "the line"
             ) from None
 
     abandoned = set()
@@ -268,7 +269,9 @@ class Keeper:
         verified = from_first(lambda: folder in self.verified)
         problem = find_damage(folder, read=not verified)
         if problem:
-            from_first(lambda: self.report(f"not counted as one to keep: {problem}"))
+            from_first(
+                lambda: self.report(f"a damaged one does not count among those to keep: {problem}")
+            )
             return False
         self.verified.add(folder)
         return True

@@ -69,7 +69,10 @@ class Shards:
 
         Raises CheckpointError if memory is short.
         """
-        fix = "async_save first copies it, and memory may be short; leave out --async-save"
+        fix = (
+            "async_save first copies the tensors to host memory, which may be short; leave out "
+            "--async-save"
+        )
         with _named_errors(folder, lambda: fix):
             for item in self._plans[self._rank].items:
                 source = self._planner.resolve_data(item).detach()

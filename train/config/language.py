@@ -98,8 +98,8 @@ def _validate_documents(config: Config) -> None:
     """Check that the document settings agree, and that the model can keep documents apart."""
     if config.data.sft and not (config.packed and config.data.reset_position_ids):
         raise ConfigError(
-            "sft is set, and it turns on reset_attention_mask and reset_position_ids, so that a "
-            "conversation attends only to itself; do not set either of them to false"
+            "sft is set, but reset_attention_mask or reset_position_ids is false, and a "
+            "conversation must attend only to itself; leave out both, which sft then turns on"
         )
     for name in ("pack_documents", "blend_by_length"):
         if config.data.sft and getattr(config.data, name):

@@ -47,7 +47,7 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
             values = value if field.many else (value,)
             if any((number or 0) > largest for number in values or ()):
                 raise ConfigError(
-                    f"{name} is {value}, which no machine can hold; it can be {largest:,} at most"
+                    f"{name} is {value}, which no machine can hold; it must be at most {largest:,}"
                 )
 
     workers = config.data.num_workers
@@ -207,7 +207,7 @@ def validate_method(config: Config) -> None:
         raise ConfigError(
             f"context_parallel_method is {config.context.context_parallel_method}, which passes "
             f"states of linear attention on, but model_type {config.model.model_type} has softmax "
-            f"attention; use {', '.join(METHODS)}"
+            f"attention; use one of {', '.join(METHODS)}"
         )
 
 
@@ -289,7 +289,7 @@ def validate_hybrid(config: Config) -> None:
                     f"one layout; leave out {name}, and give --context-parallel-method"
                 )
             raise ConfigError(
-                f"{name} is {value}, but softmax_every is not set, so that the model does not mix "
+                f"{name} is {value}, but softmax_every is not set, so the model does not mix "
                 f"softmax layers with linear attention; leave out {name}, or give --softmax-every"
             )
         return
@@ -345,8 +345,8 @@ def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
     if isinstance(model, DecoderConfig) and model.joint_qk_norm and groups % tp:
         raise ConfigError(
             f"num_query_groups is {groups}, not a multiple of {size}, but "
-            f"{with_article(model.model_type)} normalises all keys of a token together, so that "
-            f"each head must be on exactly one rank; sizes that fit: {_listed(divisors(groups))}"
+            f"{with_article(model.model_type)} normalises all keys of a token together, so each "
+            f"head must be on exactly one rank; sizes that fit: {_listed(divisors(groups))}"
         )
     if groups % tp and tp % groups:
         fitting = divisors(model.num_attention_heads)

@@ -107,5 +107,5 @@ class DeltaAttention:
         if x.shape[1] != self._local_len:
             raise ContextError(
                 f"{called}: {name} {tuple(x.shape)} does not fit a plan of {self._local_len} local "
-                "positions; pass [B, T_local, heads, D], or to convolve [B, T_local, channels]"
+                "positions; pass [B, T_local, heads, D], or [B, T_local, channels] to a convolution"
             )

@@ -82,7 +82,8 @@ def chains(plan: Plan) -> tuple[Chain, ...]:
     if plan.layout.stride > 1:
         raise ContextError(
             f"context_parallel_layout is {plan.layout.name!r}, but states pass along consecutive "
-            "tokens, and a rank has none in this layout; use contiguous, zigzag or balanced"
+            "tokens, and in this layout a rank's tokens are not consecutive; use contiguous, "
+            "zigzag or balanced"
         )
     stretches = []
     for rank in range(plan.size):

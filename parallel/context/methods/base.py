@@ -144,7 +144,7 @@ class Method:
             )
         if self.nodes and shape.size % shape.per_node:
             raise ContextError(
-                f"context_parallel_ranks_per_node makes nodes of {shape.per_node} for method "
+                f"context_parallel_ranks_per_node makes nodes of {shape.per_node} ranks for method "
                 f"{self.name}, but that does not divide the {shape.size} ranks (or groups of "
                 f"ulysses_degree ranks); sizes that do: {', '.join(map(str, divisors(shape.size)))}"
             )

@@ -80,9 +80,9 @@ def test_older_data_is_told_in_training_and_not_kept_for_a_new_request(tmp_path,
     path = gemma_3(tmp_path)
     prefix = prepared(tmp_path, path, add_bos_token="never")
     older(prefix)
-    assert "did not begin them with 2 ('<bos>')" in check_begins([prefix], load_tokenizer(path))
+    assert "without 2 ('<bos>'), which" in check_begins([prefix], load_tokenizer(path))
     build_datasets(DataConfig(data_path=(prefix,), split="1,0,0"), 8, 1, load_tokenizer(path))
-    assert "note: documents of" in capsys.readouterr().out
+    assert "note: an older version of Longmesh prepared the documents of" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"the tokens \[\], but would now begin with \[2\]"):
         prepared(tmp_path, path)
 

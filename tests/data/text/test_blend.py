@@ -106,5 +106,5 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
         (drawn, "--mock-data", "--data-path", "b"),
         (names, "--mock-data", "--sft"),
     ):
-        with pytest.raises(DataError, match="mock_data draws tokens"):
+        with pytest.raises(DataError, match="mock_data makes random tokens"):
             parse_args(["--config", *map(str, refused)])

@@ -166,7 +166,7 @@ def test_a_file_that_may_be_meant_otherwise_is_told_once(tmp_path, capsys, kind)
     path = written(tmp_path, *TOLD[kind])
     corpus = Corpus(input_files([path], ".txt"))
     assert [list(corpus), list(corpus)] == [[LINES]] * 2
-    assert capsys.readouterr().err.count(f"note: {path} is read as one text") == 1
+    assert capsys.readouterr().err.count(f"note: {path} is read as a single text") == 1
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -104,7 +104,8 @@ def test_split_is_enough_from_one_sample_on(tmp_path):
     assert (len(train), valid, test) == (1, None, None)
     short = write_documents(tmp_path / "short", [[1] * SEQ])
     with pytest.raises(
-        DataError, match=r"train split 1 documents with 16 tokens, but one sample needs .* 17"
+        DataError,
+        match=r"train split 1 documents with 16 tokens in all, but one sample needs .* 17",
     ):
         build(short, "100,0,0")
 
@@ -161,7 +162,11 @@ def test_bad_id_is_caught_at_the_start_and_at_reading(dtype, bad, tmp_path, monk
         indexed.check_indexed, "__defaults__", (100,)
     )  # as in a corpus too large to scan
     train = build(prefix, vocab_size=100)[0]
-    message = "-1 at 1 positions" if stored == -1 else f"{stored}, but the vocabulary has 100"
+    message = (
+        "-1, which is not a token, at 1 positions"
+        if stored == -1
+        else f"{stored}, but the vocabulary has 100"
+    )
     with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds token id {message}"):
         tokens_of(train, range(len(train)))
 

@@ -36,15 +36,15 @@ def odd_files(folder, kind):
         other.save_pretrained(folder.parent / "other")
         (folder.parent / "other" / "model.safetensors").rename(folder / "model.safetensors")
         return (
-            rf"model-00001-of.*, .* and {len(shards) - 2} more ignored, .*; "
-            r"model.safetensors is read"
+            r"reading model.safetensors, as transformers does, and ignoring "
+            rf"model-00001-of.*, .* and {len(shards) - 2} more"
         )
     if kind == "old shards":
         save_file(other.state_dict(), folder / "model-00001-of-00001.safetensors")
-        return "model-00001-of-00001.safetensors ignored, as in transformers"
+        return "and ignoring model-00001-of-00001.safetensors"
     if kind == "pickles":
         torch.save(other.state_dict(), folder / "pytorch_model.bin")
-        return "pytorch_model.bin ignored, as in transformers; model-00001"
+        return "reading model-00001.*, and ignoring pytorch_model.bin"
     last = list(shards)[-1]
     if kind == "twice":
         save_file(

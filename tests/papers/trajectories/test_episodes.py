@@ -181,7 +181,7 @@ def test_what_is_no_episode_is_named(tmp_path, row, message):
 
 def test_chains_that_cannot_be_are_refused(tmp_path):
     attempts = drawn()
-    with pytest.raises(DataError, match="no task has as many episodes"):
+    with pytest.raises(DataError, match="no task has that many episodes"):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=7))
     with pytest.raises(DataError, match="a sequence has 26 tokens"):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=2, seq_length=20))

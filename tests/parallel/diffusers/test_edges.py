@@ -114,7 +114,7 @@ def test_edges_equal_one_process():
 
 
 def test_noise_needs_a_number_for_each_of_the_latents():
-    with pytest.raises(UserError, match="noise_like has 4 latents and 1 samples"):
+    with pytest.raises(UserError, match="noise_like got 4 latents, but 1 sample numbers"):
         noise_like(torch.zeros(4, 2), [7])
-    with pytest.raises(UserError, match="1 times were given for 4 latents"):
+    with pytest.raises(UserError, match="1 noise levels were given for 4 latents"):
         flow_matching(torch.zeros(4, 2), torch.zeros(4, 2), torch.tensor([0.5]))

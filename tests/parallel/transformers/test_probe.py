@@ -25,7 +25,7 @@ CHUNKED = {
     "attention_chunk_size": 8,
     "interleave_moe_layer_step": 9,
 }
-ITS_OWN = "it mixes tokens with code other than the attention"
+ITS_OWN = "it mixes tokens, but not through the attention"
 
 
 def made(name, config=None, **others):

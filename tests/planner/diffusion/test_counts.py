@@ -196,7 +196,7 @@ def test_bytes_between_products_are_counted(name, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"_class_name": "UNet2DModel"}, "_class_name is 'UNet2DModel'; the planner knows only"),
+        ({"_class_name": "UNet2DModel"}, "_class_name is 'UNet2DModel'; the planner supports only"),
         ({"_class_name": None}, "_class_name is None"),
         ({"window_size": [-1, -1]}, r"unknown key window_size \(value \[-1, -1\]\)"),
         ({"image_dim": 1280}, "image_dim is 1280, but added_kv_proj_dim is None"),

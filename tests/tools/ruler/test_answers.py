@@ -230,7 +230,7 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     assert "| line_retrieval 100% | 0.0 | 0.0 |" in output
     assert (
         "1 examples of each task and length; RULER's prompts as for a base model, haystack of "
-        "made sentences"
+        "generated sentences"
     ) in output
     assert "seq_length 1000 is 3.91 times the 256 positions" in output
     assert (folder / "evaluation" / "ruler.png").read_bytes().startswith(b"\x89PNG")
@@ -297,11 +297,11 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         ),
         (
             ["--tasks", "qa_2"],
-            "tasks names qa_2, but its questions come from a file; give HotpotQA's JSON with --qa",
+            "--tasks has qa_2, but its questions come from a file; give HotpotQA's JSON with --qa",
         ),
         (
             ["--tasks", "niah"],
-            "tasks names niah, but there is no such task; choose from niah_single_1, ",
+            "--tasks has niah, but there is no such task; choose from niah_single_1, ",
         ),
         (
             ["--tasks", "vt", "--essays", "nowhere.txt"],
@@ -313,7 +313,7 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         ),
         (
             ["--lengths", "99999999"],
-            "lengths names 99999999, but texts have at most 16777216 tokens",
+            "--lengths has 99999999, but texts have at most 16777216 tokens",
         ),
         (["--tasks", "line_retrieval", "--lengths", "40"], "a length is 40; give longer --lengths"),
         (
@@ -332,7 +332,7 @@ def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, mes
 
 def test_runs_that_cannot_be_asked_are_named(tmp_path, run_with_positions):
     with pytest.raises(
-        UserError, match="lengths names 1000, but the model has max_position_embeddings 256"
+        UserError, match="--lengths has 1000, but the model has max_position_embeddings 256"
     ):
         scored(run_with_positions)
     run_of(tmp_path, template=None)

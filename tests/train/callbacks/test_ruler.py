@@ -53,7 +53,7 @@ def test_lengths_are_those_of_the_model_or_less():
     assert RulerConfig(ruler_interval=1, ruler_lengths=(512, 256)).lengths(512) == [256, 512]
     with pytest.raises(
         ValueError,
-        match="ruler_lengths names 512, but seq_length is 256, so prompts would be cut",
+        match="ruler_lengths has 512, but seq_length is 256, so prompts would be cut",
     ):
         RulerConfig(ruler_interval=1, ruler_lengths=(512,)).lengths(256)
 

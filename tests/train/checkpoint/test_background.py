@@ -149,7 +149,7 @@ def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_
     for iterations, notes in run_ranks(_ended_while_saving, 2, tmp_path):
         assert iterations == [[], [1]]
         assert notes == [
-            "the run ends after the save under way, because of an error: bad sample",
+            "the run ends once the save in progress is finished, because of an error: bad sample",
             f"saved {tmp_path}/iter_0000001",
         ]
 

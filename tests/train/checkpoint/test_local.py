@@ -210,7 +210,7 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
     } | {"latest_checkpointed_iteration.txt"}
     saves._local.rename(tmp_path / "mine")
     saves._local.symlink_to(tmp_path / "mine")
-    with pytest.raises(CheckpointError, match="is a link, or another user's"):
+    with pytest.raises(CheckpointError, match="is a symlink, or belongs to another user"):
         newest_checkpoint(settings)
 
 

@@ -70,8 +70,8 @@ def drawing(
     )
     if plan.geometry.ulysses_degree > 1:
         raise ContextError(
-            f"method {method} splits heads: every rank computes every pair, so no pair has one "
-            "rank's colour; draw another method"
+            f"method {method} splits heads: every rank computes every (query, key) pair, so a pair "
+            "has no rank's colour; draw another method"
         )
 
     owners = np.empty(plan.padded_len, dtype=int)

@@ -55,9 +55,8 @@ NOT_RUN = {
     r"^torchrun.* pretrain_\w+\.py.*(?:--bf16|8xh100|dit_xl)": (
         "GPU: a model of billions of parameters"
     ),
-    r"(?<!--config )llama3_8b(?!\.toml)|Meta-Llama|llama3[/ ]|imagenet|(?<!docs/)images/|sharegpt": (
-        "input: a model or data of yours"
-    ),
+    r"(?<!--config )llama3_8b(?!\.toml)|Meta-Llama|llama3[/ ]": "input: a model or data of yours",
+    r"imagenet|(?<!docs/)images/|sharegpt": "input: a model or data of yours",
     r"their_adapter|texts/|buffer/|book\.txt| tokenizer\.json": "input: a model or data of yours",
     r"runs/(?:long|own|books|lora|exported|adapter)\b|--check (?:latents|clips)": (
         "input: a run of yours, trained on GPUs"

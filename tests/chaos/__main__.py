@@ -219,6 +219,7 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     gone, to, went = round(time.monotonic() - begun, 2), newest(save), starts(save)[len(before) :]
     clean = (
         to
+        and (save / POINTER).exists()  # a kill may come before the first save writes it
         and (save / POINTER).read_text() == f"{to}\n"
         and read_metrics(save / METRICS)[-1]["iteration"] == to
     )

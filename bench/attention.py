@@ -223,7 +223,7 @@ def compare(rows: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> d
 def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     """Time one rank's attention under each mask, in turns.
 
-    Returns ``alone``, a row per mask, and ``alone_targets``.
+    Returns a dictionary with the keys ``alone`` (a row per mask) and ``alone_targets``.
 
     Raises MeasureError if a process failed, or a result differs from torch's own.
     """

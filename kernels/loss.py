@@ -220,8 +220,8 @@ class _OverChunks(torch.autograd.Function):
     def forward(ctx: Any, fn: RowFunction, size: int, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.fn = fn
         ctx.size = size
-        # save_for_backward is not used: activation checkpointing around this would return detached
-        # tensors.
+        # The parameters do not go through save_for_backward, which would return detached tensors
+        # under activation checkpointing.
         ctx.parameters = parameters
         ctx.save_for_backward(x)
         out: Tensor | None = None

@@ -193,7 +193,8 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
         per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arrangement))
         kept_layers = 1
 
-    # The first layer keeps more, or recomputes more.
+    # A TransNormer's first layer has more activations. They are kept if the layer is not recomputed;
+    # otherwise they exist only while it is.
     all_layers = per_layer * kept_layers
     two_layers = per_layer * min(2, kept_layers)
     first_layer = per_layer
@@ -204,7 +205,8 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
         first_layer = first_layer + recomputed_bytes
         recomputed_bytes = 0.0
 
-    # Other micro-batches in flight wait with all their layers, and with GPipe with their losses.
+    # Every other micro-batch in flight keeps the activations of all its layers and, in GPipe, the
+    # tensors of its loss.
     waiting_bytes = (in_flight - 1) * all_layers + sent
     keeps_loss = arrangement.pipeline.pipeline_schedule == "GPipe"
     other_micro_batches = all_layers + _loss_kept(work, tokens, arrangement) * keeps_loss

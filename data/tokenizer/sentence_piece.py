@@ -91,7 +91,8 @@ def train_tokenizer(
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            # Beyond these limits sentencepiece's error names no limit, or it takes gigabytes.
+            # Outside these bounds sentencepiece raises an error that names no bound, or takes
+            # gigabytes of memory.
             vocab_size=min(max(vocab_size, 2), 1 << 24),
             byte_fallback=True,
             normalization_rule_name="identity",

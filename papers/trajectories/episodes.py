@@ -1,10 +1,10 @@
 """Episodes of reinforcement learning as tokens: returns, observations, actions and rewards.
 
 A sequence is a chain of attempts at one task in ascending order of their returns. Each step begins
-with the return that remains to the chain's best one, and each attempt ends with a mark that tells
-if it reached that return (Liu and Abbeel 2023, arXiv:2305.16554, "Emergent Agentic Transformer from
-Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by bins whose edges
-are quantiles, so every token of a column is about as frequent as the others.
+with the return-to-go, counted from the best return of the chain, and each attempt ends with a mark
+that tells if it reached that best return (Liu and Abbeel 2023, arXiv:2305.16554, "Emergent Agentic
+Transformer from Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by
+bins whose edges are quantiles, so every token of a column is about as frequent as the others.
 
 Legend: T steps of an attempt, O and A numbers of an observation and an action, C = O + A + 2
 columns.

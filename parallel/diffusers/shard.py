@@ -244,8 +244,8 @@ def _check_settings(model: nn.Module, family: Family, context: ContextParallel) 
     for layer, module in model.named_modules():
         if hasattr(module, "_diffusers_hook"):
             raise UserError(
-                f"{layer or name} has hooks of diffusers (offloading, casting or caches), which "
-                "are not supported with shared clips; create the model without them"
+                f"{layer or name} has diffusers hooks (offloading, casting or caches), which "
+                "context parallelism does not support; create the model without them"
             )
         if is_compiled(module):
             raise UserError(f"{layer or name} {COMPILED}")

@@ -58,7 +58,8 @@ class Prompts:
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
         prompt = self.template.render(turns[:1], prompt=True)
         answer = self.template.render(turns).removeprefix(prompt)
-        # The first added token after the text ends it, even if no file marks it as special.
+        # The first added token after the answer's text ends the turn, even if no file marks that
+        # token as special.
         after_text = self.tokenizer.added.findall(answer.rpartition("Hi")[2])
         names = self.tokenizer.special.findall(answer) + after_text[:1]
         ids = [self.tokenizer.tokenize_special(name)[0][0] for name in names]

@@ -243,7 +243,11 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def frequent_words(case: RulerCase, size: int) -> Question:
-    """List coded words with zeta-distributed counts, dots most often; ask for the next three."""
+    """Return a question of RULER's frequent words extraction.
+
+    Counts of words follow a zeta distribution. The most frequent word is "...", which is noise, and
+    the three words after it are the answers.
+    """
     counts = coded_words(case, size)
     repeated = []
     for word, count in counts.items():

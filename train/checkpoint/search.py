@@ -245,7 +245,7 @@ class Keeper:
     """Checkpoints that this process has hashed; later only their files' sizes are compared."""
 
     def prune(self, directory: Path) -> None:
-        """Remove the checkpoints that are older than those to keep. Collective.
+        """Remove the checkpoints that neither ``last`` nor ``every`` keeps. Collective.
 
         A folder that cannot be removed is reported, and tried again next time.
         """

@@ -56,7 +56,7 @@ class Task(ABC, Generic[C]):
     objective: Objective
 
     def __init__(self, config: C, mesh: Mesh) -> None:
-        """Set up a complete and valid configuration on a mesh; collective."""
+        """Set up the task on a mesh from a valid configuration without unset fields; collective."""
         self.config = config
         self.mesh = mesh
         self.set_up()

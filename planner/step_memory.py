@@ -193,8 +193,8 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
         per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arrangement))
         kept_layers = 1
 
-    # A TransNormer's first layer has more activations. Without recomputation they are kept, and with
-    # it they exist only while the layer is recomputed.
+    # A TransNormer's first layer has more activations. They are kept, or with recomputation exist
+    # only while the layer is recomputed.
     all_layers = per_layer * kept_layers
     two_layers = per_layer * min(2, kept_layers)
     first_layer = per_layer

@@ -120,7 +120,7 @@ def markdown() -> str:
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). The",
         "flags of Megatron-LM below do not exist here. *Accepted*: what the flag asks for holds",
         "here anyway (if settings are named: with these), so a command line of Megatron-LM can",
-        "keep it. *Another name*: the flag is refused, and the error names the one to give instead.",
+        "keep it. *Another name*: the flag is refused, and the error says what to give instead.",
         "*Refused*: the error gives the reason. Made by `python -m train.config.pages`.",
     ]
     section = ""

@@ -48,7 +48,7 @@ TABLE = [
     ("`legacy` true or false", alike_to("LLaMA 2, legacy")),
     ("`add_prefix_space` true or false", alike_to("LLaMA 2, add_prefix_space false")),
     (
-        "`add_bos_token` beside a tokenizer.json, which has the last word",
+        "`add_bos_token` beside a tokenizer.json, which takes precedence",
         alike_to("LLaMA 2, add_bos_token false"),
     ),
     ("a class that builds itself, such as Qwen2Tokenizer", alike(qwen_2)),
@@ -61,7 +61,7 @@ TABLE = [
         alike_to("SmolLM 2, tokens with lstrip by tokenizer_config.json"),
     ),
     ("tokens with `rstrip` or `lstrip`, in text", alike(FAMILIES["Phi-4"])),
-    ("tokens with `rstrip` around turns: masks", learned_end),
+    ("tokens with `rstrip` around turns: which tokens are learned", learned_end),
     ("tokens with `single_word` or `normalized`", alike_to("Phi-4, tokens that are single words")),
     (
         "special tokens named in special_tokens_map.json alone",
@@ -73,10 +73,13 @@ TABLE = [
         alike_to("Qwen 3, end token in no tokenizer.json"),
     ),
     ("a pad token added to the vocabulary", alike_to("LLaMA 2, a pad token added")),
-    ("more entries than the model has", told_of_more_entries),
-    ("characters that a BPE has no token for, nor an unknown one", told_of_dropped_characters),
+    ("more entries than the model's vocabulary", told_of_more_entries),
+    (
+        "characters for which a BPE has no token, not even an unknown token",
+        told_of_dropped_characters,
+    ),
     ("a tokenizer that puts a begin token first", begun(llama_3, True)),
-    ("a tokenizer that has a begin token and does not put it", begun(smollm_2, False)),
+    ("a tokenizer that has a begin token but does not put it first", begun(smollm_2, False)),
     ("the same with `--add-bos-token always`", begun(smollm_2, True, add_bos_token="always")),
     ("`--add-bos-token never`", begun(llama_3, False, add_bos_token="never")),
     (
@@ -88,24 +91,24 @@ TABLE = [
         ),
     ),
     ("documents prepared before they had begin tokens", told_of_older_data),
-    ("a tokenizer that puts an end token last: one end a document", ends_once),
+    ("a tokenizer that puts an end token last: one per document", ends_once),
     ("a special token in a document", a_document_with("<|im_start|>", qwen_3)),
     (
         "an end token whose entry has `special` false, in a document",
         a_document_with("<|im_end|>", plain_ends),
     ),
     (
-        "the same in a turn",
+        "an end token whose entry has `special` false, in a turn",
         refused(plain_ends, "'<.im_end.>' in its content", chat_of("a<|im_end|>b")),
     ),
     (
-        "a token that begins a turn, `special` false, in a turn",
+        "a token that begins turns, whose entry has `special` false, in a turn",
         refused(
             plain_ends, "'<.im_start.>' in its content", chat_of("a<|im_start|>b", "assistant")
         ),
     ),
     (
-        "an end of generation_config.json in a turn",
+        "an end token named in generation_config.json, in a turn",
         refused(
             lambda folder: with_files(qwen_3(folder), generation_config={"eos_token_id": [1205]}),
             "'</tool_call>' in its content",
@@ -118,17 +121,17 @@ TABLE = [
         refused(lacking(qwen_3, "<|im_end|>"), "ends a turn with '<.im_end.>'", chat_of("Hi")),
     ),
     (
-        "a document whose end token is an ordinary word too",
+        "a document in which the end token is also an ordinary word",
         refused(
             words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>")
         ),
     ),
     (
-        "flags, class or ends changed in tokenizer_config.json after the data was prepared",
+        "flags, class or end tokens changed in tokenizer_config.json after the data was prepared",
         told_apart_later,
     ),
     (
-        "`auto_map`: a tokenizer in code of its own",
+        "`auto_map`: a tokenizer with its own code",
         refused(
             lambda folder: gpt_2(folder, auto_map={"AutoTokenizer": [None, "code.Own"]}), "auto_map"
         ),
@@ -149,7 +152,7 @@ TABLE = [
         ),
     ),
     (
-        "a tokenizer of words whose tokenizer_class is BPE",
+        "a tokenizer of whole words with the tokenizer_class of a BPE",
         refused(
             lambda folder: with_files(
                 words(folder), tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
@@ -158,7 +161,7 @@ TABLE = [
         ),
     ),
     (
-        "an `added_tokens_decoder` that is none",
+        "an invalid `added_tokens_decoder`",
         refused(
             lambda folder: gpt_2(folder, added_tokens_decoder={"x": 1}), "added_tokens_decoder"
         ),

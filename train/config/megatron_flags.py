@@ -117,11 +117,11 @@ def markdown() -> str:
     lines = [
         "# Megatron-LM's flags here",
         "",
-        "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). Those",
-        "below do not exist here by these names. A flag that asks for what always holds here is",
-        "accepted, so that a command line of Megatron-LM can be used as it is; any other flag is",
-        "refused with one line that has the answer of this table. Made by `python -m",
-        "train.config.pages`.",
+        "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). The",
+        "flags of Megatron-LM below do not exist here. *Accepted*: what the flag asks for holds",
+        "here anyway (if settings are named: with these), so a command line of Megatron-LM can",
+        "keep it. *Another name*: the flag is refused, and the error says what to give instead.",
+        "*Refused*: the error gives the reason. Made by `python -m train.config.pages`.",
     ]
     section = ""
     for entry in entries().values():

@@ -72,7 +72,7 @@ RIGHT = {
     ),
     "JSON lines with a byte-order mark": ("a.jsonl", (BOM + LINES).encode()),
     "JSON lines in UTF-16": ("a.jsonl", LINES.encode("utf-16")),
-    "JSON lines that end in CRLF, some empty": (
+    "JSON lines with CRLF, some of them empty": (
         "a.jsonl",
         LINES.replace("\n", "\r\n\r\n").encode(),
     ),
@@ -82,12 +82,12 @@ RIGHT = {
     "JSON array, .json.gz": ("a.json.gz", gzip.compress(ARRAY.encode())),
     "Parquet": ("a.parquet", lambda path: parquet(path, text=TEXTS)),
     "Parquet, .PQ, with nested columns beside the text": ("a.PQ", nested_parquet),
-    "folder of datasets": ("d", lambda path: dataset(path, ROWS)),
-    "folder of datasets saved with a format of some columns": (
+    "folder that datasets saved": ("d", lambda path: dataset(path, ROWS)),
+    "folder that datasets saved with a format for some columns": (
         "d",
         lambda path: dataset(path, ROWS, columns=["id"]),
     ),
-    "folder of datasets saved with a format of tensors": (
+    "folder that datasets saved with a format of tensors": (
         "d",
         lambda path: dataset(path, ROWS, type="torch"),
     ),
@@ -102,7 +102,7 @@ RIGHT = {
 OTHER_DOCUMENTS = {kind: [PLAIN] for kind in RIGHT if kind.startswith("text")} | {
     "empty texts among rows": ["a"]
 }
-TOLD = {"JSON lines under an ending of text": ("a.log", ENCODED)}
+TOLD = {"JSON lines in a file with an ending of text, .log": ("a.log", ENCODED)}
 REFUSED = {
     "table, .csv": ("a.csv", b"text\nhello\n", "is a table"),
     "table, .TSV": ("a.TSV", b"text\nhello\n", "is a table"),
@@ -117,12 +117,12 @@ REFUSED = {
         "plain".encode("utf-16-le"),
         "NUL characters",
     ),
-    "compressed rows that are cut off": (
+    "a compressed file that is cut off": (
         "a.jsonl.gz",
         gzip.compress(ENCODED * 9)[:-20],
         "cannot read",
     ),
-    "compressed rows that are none": ("a.jsonl.gz", ENCODED, "cannot read"),
+    "a file with the ending .gz that is not compressed": ("a.jsonl.gz", ENCODED, "cannot read"),
     "object over several lines, .json": ("a.json", b'{\n "text": "a"\n}', "not an array"),
     "rows whose text is null": ("a.jsonl", b'{"text": null}\n', 'field "text" is null'),
     "rows whose text is a list": ("a.jsonl", b'{"text": ["a"]}\n', 'field "text" is a list'),
@@ -136,7 +136,7 @@ REFUSED = {
         lambda path: parquet(path, text=[b"a"]),
         ('row 1: field "text" is of type bytes'),
     ),
-    "rows that are no objects": ("a.jsonl", b'"a"\n', "holds a string, not an object"),
+    "rows that are not objects": ("a.jsonl", b'"a"\n', "holds a string, not an object"),
     "rows without fields": ("a.jsonl", b"{}\n", 'has no field "text"'),
     "rows with another field": ("a.jsonl", b'{"content": "a"}\n', "--json-keys"),
 }

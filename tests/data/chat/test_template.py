@@ -238,7 +238,7 @@ def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path):
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
     tokenizer, template = loaded(tmp_path / "b", SPACED, merges=(("Ġ", "H"),))
     with pytest.raises(
-        DataError, match="the token of ' H' lies across the edge of an assistant's turn"
+        DataError, match="one token covers ' H', which crosses the edge of an assistant's turn"
     ):
         template.tokenize(tokenizer, TURNS)
     marked = SPACED.replace(

@@ -4,9 +4,9 @@ Some optimizers need whole matrices (Muon orthogonalizes them), but ranks hold s
 tensor parallelism shard them, data parallelism and hybrid sharding copy them. Here every layout is
 the same: a table of the slices of a matrix and the ranks that hold each.
 
-Each matrix gets an owner among the ranks. The matrices are assigned by their work, the largest
-first, each to the rank with the least work so far. In a round every owner gathers one matrix,
-computes, and sends each rank its slice of the result:
+Each matrix gets an owner among the ranks. In a round every owner gathers one matrix, computes, and
+sends each rank its slice of the result. A round takes as long as its largest matrix, so the rounds
+take the matrices in the order of their sizes, and no other division into rounds is faster:
 
     round 1   rank 0: matrix 5   rank 1: matrix 2   rank 2: matrix 7
     round 2   rank 0: matrix 1   rank 1: matrix 4   rank 2: matrix 0
@@ -17,7 +17,7 @@ them, in turns; an owner sends itself nothing.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,25 +141,20 @@ class WholeMatrices:
             self._starts.append(parts[self._rank][0].start)
 
         work = [rows * columns * min(rows, columns) for rows, columns in self._shapes]
-        self.owners = balanced_owners(work, len(ranks))
-        """Rank, in the group, that computes each matrix."""
-        turns = rounds_of(self.owners, work)
-        self.rounds = [self._round(numbers) for numbers in turns]
+        self.rounds = [self._round(owners) for owners in balanced_rounds(work, len(ranks))]
 
-    def _round(self, numbers: Sequence[int]) -> Round:
-        local_matrix = None
+    def _round(self, matrix_of: Mapping[int, int]) -> Round:
+        """Return the round in which these ranks compute these matrices."""
         gathered: list[Piece] = []
         scattered: list[Piece] = []
-        for number in numbers:
-            owner = self.owners[number]
-            if owner == self._rank:
-                local_matrix = number
+        for owner, number in matrix_of.items():
             for turn, (bounds, ranks) in enumerate(self._holders[number].items(), number):
                 rows, columns = (slice(*limits) for limits in bounds)
                 source = owner if owner in ranks else ranks[turn % len(ranks)]
                 gathered.append(Piece(number, rows, columns, source, owner))
                 for rank in ranks:
                     scattered.append(Piece(number, rows, columns, owner, rank))
+        local_matrix = matrix_of.get(self._rank)
         return Round(local_matrix, self._exchange(gathered), self._exchange(scattered))
 
     def _exchange(self, pieces: Iterable[Piece]) -> Exchange:
@@ -281,7 +276,7 @@ class WholeMatrices:
                 put(piece, chunk)
 
 
-def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterable[tuple[Piece, Tensor]]:
+def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """Yield each piece with its place in a flat buffer."""
     start = 0
     for piece in pieces:
@@ -289,26 +284,22 @@ def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterable[tuple[Piece, Te
         start += piece.numel
 
 
-def balanced_owners(work: Sequence[float], size: int) -> list[int]:
-    """Return the rank of each item: the largest first, each to the rank with the least work."""
-    owners = [0] * len(work)
+def balanced_rounds(work: Sequence[float], size: int) -> list[dict[int, int]]:
+    """Return the number of the matrix of each rank, keyed by rank, for each round.
+
+    A round takes the ``size`` matrices with the most work that are left; the largest goes to the
+    rank with the least work so far.
+    """
+    largest_first = sorted(range(len(work)), key=lambda number: -work[number])
     loads = [0.0] * size
-    for number in sorted(range(len(work)), key=lambda number: -work[number]):
-        owners[number] = min(range(size), key=loads.__getitem__)
-        loads[owners[number]] += work[number]
-    return owners
-
-
-def rounds_of(owners: Sequence[int], work: Sequence[float]) -> list[list[int]]:
-    """Return the matrices of each round: the n-th largest of each owner in the n-th round."""
-    rounds: list[list[int]] = []
-    counts = defaultdict[int, int](int)
-    for number in sorted(range(len(work)), key=lambda number: -work[number]):
-        owner = owners[number]
-        if counts[owner] == len(rounds):
-            rounds.append([])
-        rounds[counts[owner]].append(number)
-        counts[owner] += 1
+    rounds = []
+    for start in range(0, len(work), size):
+        numbers = largest_first[start : start + size]
+        ranks = sorted(range(size), key=loads.__getitem__)
+        matrix_of = dict(zip(ranks, numbers, strict=False))
+        for rank, number in matrix_of.items():
+            loads[rank] += work[number]
+        rounds.append(matrix_of)
     return rounds
 
 

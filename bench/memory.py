@@ -122,7 +122,7 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
         task = make_task(config, mesh)
         objective = task.objective
         parts = task.build_parts()
-        optimizer = build_optimizer(config.optimizer, *parts)
+        optimizer = build_optimizer(config.optimizer, *parts, mesh=mesh)
         averages = Ema(config.ema_decay, parts).weights.values() if config.ema_decay else ()
         on_gpu = mesh.device.type == "cuda"
         watch = watch_cuda if on_gpu else watch_cpu

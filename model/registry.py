@@ -51,11 +51,12 @@ def initial_weight(
     Raises:
         ValueError: no module defines an initial value for the parameter (``model.parts.weights``).
     """
-    return initial_value(_cached_on_meta(config), Beginning(name, shape, seed, part))
+    return initial_value(meta_model(config), Beginning(name, shape, seed, part))
 
 
 @lru_cache(maxsize=8)
-def _cached_on_meta(config: DecoderConfig | DiTConfig) -> nn.Module:
+def meta_model(config: DecoderConfig | DiTConfig) -> nn.Module:
+    """Return the model on the meta device; cached, so do not change it."""
     build: Any = DiT if type(config) is DiTConfig else build_model
     with torch.device("meta"):
         return build(config)

@@ -206,28 +206,36 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
-    """Return this rank's shard of a parameter, and the slices that it covers; no communication.
+    """Return this rank's shard of a parameter, and the slices that it covers; no communication."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, length) for length in parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the parameter's mesh"
+    return parameter.to_local(), shard_slices(parameter, coordinate)
+
+
+def shard_slices(parameter: Any, coordinate: Sequence[int]) -> Part:
+    """Return the slices of a DTensor that the rank with this coordinate in its mesh holds.
 
     If tensor parallelism and FSDP shard the same dimension, tensor parallelism sharded it first.
     So the dimensions of the mesh, of which tp is the last, are applied in reverse order.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    slices = [slice(0, length) for length in parameter.shape]
-    if not isinstance(parameter, DTensor):
-        return parameter, tuple(slices)
-
     mesh = parameter.device_mesh
+    slices = [slice(0, length) for length in parameter.shape]
     for mesh_dim in reversed(range(mesh.ndim)):
         placement = parameter.placements[mesh_dim]
         if isinstance(placement, Shard | _StridedShard):
             start = slices[placement.dim].start
             stop = slices[placement.dim].stop
             chunk = -(-(stop - start) // mesh.size(mesh_dim))  # DTensor rounds shards' sizes up
-            start = min(start + mesh.get_local_rank(mesh_dim) * chunk, stop)
+            start = min(start + coordinate[mesh_dim] * chunk, stop)
             slices[placement.dim] = slice(start, min(start + chunk, stop))
-    return parameter.to_local(), tuple(slices)
+    return tuple(slices)
 
 
 def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:

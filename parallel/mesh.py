@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,24 @@ class Mesh:
     cp: DeviceMesh
     tp: DeviceMesh
     dp_cp: DeviceMesh
+
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup:
+        """Group of the ranks of this rank's pipeline stage: dp x cp x tp.
+
+        The first use is collective, since it may create the group.
+        """
+        data_group: dist.ProcessGroup = self.dp_cp.get_group()
+        if self.tp.size() == 1:
+            return data_group
+        if self.pp.size() == 1:
+            return dist.distributed_c10d._get_default_group()
+        root = self.tp._get_root_mesh()
+        group: dist.ProcessGroup = root["dp", "cp", "tp"]._flatten("stage").get_group()
+        if dist.get_backend(group) != dist.Backend.FAKE:
+            backend: Any = data_group._get_backend(self.device)
+            set_timeout(group, backend.options._timeout)
+        return group
 
 
 @contextmanager

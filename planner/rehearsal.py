@@ -120,7 +120,7 @@ def rehearse(
             parts = task.build_parts(initialize=False)
             # Keep the averages of the weights alive during the step, so that their memory counts.
             averages = Ema(config.ema_decay, parts) if config.ema_decay else None
-            optimizer = build_optimizer(config.optimizer, *parts, portable=True)
+            optimizer = build_optimizer(config.optimizer, *parts, portable=True, mesh=mesh)
             recorder.kind = "passing"
             num_micro_batches = _pass_through(task, parts, batch, recorder)
             gradients = _gradients(config, mesh, parts)

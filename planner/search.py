@@ -29,6 +29,7 @@ from runtime.progress import Progress
 from train.config.common import CommonConfig
 from train.config.derive import with_joined_ranks
 from train.config.sizes import validate_sizes
+from train.optimizers.config import average_state_bytes
 
 C = TypeVar("C", bound=CommonConfig)
 ROOM = 0.9
@@ -132,7 +133,7 @@ def cost_inputs(
         copies=config.data_parallel.num_distributed_optimizer_instances,
         recompute=recompute.recompute_granularity,
         offload=recompute.recompute_offload,
-        state_bytes=config.optimizer.spec.state_bytes,
+        state_bytes=average_state_bytes(config.optimizer, config.model),
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,

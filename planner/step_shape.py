@@ -91,8 +91,8 @@ class Arrangement:
     copies: int = 1
     recompute: str = "none"
     offload: bool = False
-    state_bytes: int = 8
-    """Bytes of the optimizer's state per trained parameter."""
+    state_bytes: float = 8
+    """Bytes of the optimizer's state per trained parameter, averaged over the model."""
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0

@@ -193,8 +193,8 @@ class DeltaAttention(nn.Module):
         "wk": "qkv",
         "wv": "qkv",
         "wu": "matrix",
-        "wa": "matrix",
-        "wb": "matrix",
+        "wa": "gate",
+        "wb": "gate",
         "out_norm": "ones",
         "wo": "residual",
     }

@@ -19,6 +19,10 @@ bias starts at 0.
 * matrix: a linear layer, initialized as the model's matrices are
 * qkv: a linear layer for queries, keys or values, which some models initialize as one matrix
 * residual: a linear layer that writes into the residual stream
+* gate: a linear layer with a gate per head, initialized as the model's matrices are
+
+Optimizers that orthogonalize matrices take those of matrix, qkv and residual in the model's
+``layers``; see ``is_hidden_matrix``.
 
 The model's attribute ``inits``, from ``normal_inits`` or ``xavier_inits``, holds the initializers
 that the words stand for.
@@ -142,8 +146,10 @@ def input_uniform(weight: Beginning) -> Tensor:
     return uniform(1 / math.sqrt(weight.shape[1]))(weight)
 
 
-Word = Literal["zeros", "ones", "normal", "matrix", "qkv", "residual"]
+Word = Literal["zeros", "ones", "normal", "matrix", "qkv", "residual", "gate"]
 Inits = Mapping[str, Word | Init]
+HIDDEN_MATRICES = ("matrix", "qkv", "residual")
+"""Words of matrices that map hidden states to hidden states, if they are in a model's layers."""
 CONSTANTS = {"zeros": partial(constant, 0.0), "ones": partial(constant, 1.0)}
 
 
@@ -162,6 +168,7 @@ def normal_inits(std: float, layers: int) -> dict[str, Init]:
         "matrix": unscaled,
         "qkv": unscaled,
         "residual": scaled,
+        "gate": unscaled,
     }
 
 
@@ -177,6 +184,7 @@ def xavier_inits(std: float) -> dict[str, Init]:
         "matrix": matrix,
         "qkv": partial(xavier, 3),
         "residual": matrix,
+        "gate": matrix,
     }
 
 
@@ -188,18 +196,8 @@ def initial_value(model: Any, weight: Beginning) -> Tensor:
     Raises:
         ValueError: no module has an entry for the parameter.
     """
-    path = weight.name.split(".")
-    for depth in reversed(range(len(path))):  # from the innermost module up to the model
-        module = model.get_submodule(".".join(path[:depth]))
-        inits = getattr(module, "INIT", {})
-        name = ".".join(path[depth:])
-        child, _, parameter = name.rpartition(".")
-        if name in inits:
-            init = inits[name]
-        elif child in inits and parameter in ("weight", "bias"):
-            init = "zeros" if parameter == "bias" else inits[child]
-        else:
-            continue
+    init = stated_init(model, weight.name)
+    if init is not None:
         if isinstance(init, str):
             init = model.inits[init]
         return init(weight)
@@ -209,3 +207,27 @@ def initial_value(model: Any, weight: Beginning) -> Tensor:
         f"{weight.name} has no initial value: {owner} states none in INIT; "
         "add an entry there (model/parts/weights.py lists the words)"
     )
+
+
+def stated_init(model: Any, name: str) -> Word | Init | None:
+    """Return the entry of INIT for a parameter; None if no module states one."""
+    path = name.split(".")
+    for depth in reversed(range(len(path))):  # from the innermost module up to the model
+        module = model.get_submodule(".".join(path[:depth]))
+        inits = getattr(module, "INIT", {})
+        relative_name = ".".join(path[depth:])
+        child, _, parameter = relative_name.rpartition(".")
+        if relative_name in inits:
+            return inits[relative_name]
+        if child in inits and parameter in ("weight", "bias"):
+            return "zeros" if parameter == "bias" else inits[child]
+    return None
+
+
+def is_hidden_matrix(model: Any, name: str) -> bool:
+    """Return True for the matrix of a linear layer that maps hidden states to hidden states.
+
+    False outside the model's ``layers`` (embeddings, output head), and for norms, biases, gates,
+    convolutions, sinks, adapters and a diffusion transformer's modulations.
+    """
+    return name.startswith("layers.") and stated_init(model, name) in HIDDEN_MATRICES

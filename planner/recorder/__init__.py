@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -19,7 +18,7 @@ from kernels.backends.base import SIMULATED_KERNEL, SIMULATED_SLAB
 from parallel.mesh import Mesh
 from parallel.offload import KEPT, MOMENTS, SEVERAL, in_slabs
 from planner.recorder.events import Event, alive_after, peak_event
-from planner.recorder.operators import SCANS, SENT, SHAPES, SILENT, SLABS, is_on_real_tensors
+from planner.recorder.operators import SCANS, SHAPES, SILENT, SLABS, bytes_sent, is_on_real_tensors
 from planner.recorder.tape import Tape, key_of
 from runtime.simulation import ALLOCATION_CAUSE, replaced
 from train.config.common import CommonConfig
@@ -167,21 +166,10 @@ class Recorder(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
-            self._count_collective(func, args)
+            self.count(*bytes_sent(func, args, self.rank))
         out = func(*args, **kwargs)
         self._record_outputs(out)
         return out
-
-    def _count_collective(self, func: Any, args: Any) -> None:
-        """Count the bytes that a collective or a message sends."""
-        from torch.distributed._tools.fake_collectives import CollectiveOp
-
-        argument, share_of = SENT[func.name().partition(".")[0]]
-        ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
-        num_bytes = share_of(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
-        if func.name().startswith("c10d::send"):
-            ranks = [self.rank, ranks[args[2]]]
-        self.count(num_bytes, ranks)
 
     def _record_outputs(self, out: Any) -> None:
         """Record the new storages of an operator's outputs."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,26 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
 """Traffic of each operator: the index of the argument that it sends, and a function of the number
 of ranks that returns the share of this argument that each rank sends.
 """
+
+
+def bytes_sent(func: Any, args: Any, rank: int) -> tuple[float, list[int]]:
+    """Return the bytes that a rank sends in a collective or a message, and the ranks in it.
+
+    In an all-to-all of unequal parts a rank sends all but its part for itself.
+    """
+    from torch.distributed._tools.fake_collectives import CollectiveOp
+
+    name = func.name()
+    ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
+    argument, share_of = SENT[name.partition(".")[0]]
+    share = share_of(len(ranks))
+    if name.startswith("c10d::alltoall_base_") and sum(args[4]):  # the parts, if they are unequal
+        share = 1 - args[4][ranks.index(rank)] / sum(args[4])
+    if name.startswith("c10d::send"):
+        ranks = [rank, ranks[args[2]]]
+    return share * sum(x.nbytes for x in tree_leaves(args[argument])), ranks
+
+
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 """Communication operators that send nothing."""
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")

@@ -40,12 +40,8 @@ def validate_run(config: CommonConfig) -> None:
             "recompute_offload is set, but device is cpu: the activations are in host memory "
             "already; leave out --recompute-offload, or use --device cuda"
         )
-    sharded = (
-        config.data_parallel.strategy not in ("ddp", "legacy_ddp")
-        or config.mesh.tensor_model_parallel_size > 1
-    )
     optimizer = config.optimizer
-    optimizer.spec.check(optimizer, config.mesh.device_type, sharded=sharded)
+    optimizer.spec.check(optimizer, config.mesh.device_type)
     if config.train.compile:
         _check_compile(config)
     config.float8.check(config)

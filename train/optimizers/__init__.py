@@ -2,7 +2,9 @@
 
 from train.optimizers.adamw import Adam
 from train.optimizers.base import OptimizerSpec
+from train.optimizers.muon import MuonSpec
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adam": Adam(),
+    "muon": MuonSpec(),
 }

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from runtime.errors import require
 from train.config.flags import ConfigError
@@ -43,7 +44,14 @@ class Adam(OptimizerSpec):
     states = MOMENTS
     offloads = True
 
-    def build(self, config: Any, groups: list[Group], *, portable: bool) -> torch.optim.Optimizer:
+    def build(
+        self,
+        config: Any,
+        groups: list[Group],
+        *,
+        portable: bool,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> torch.optim.Optimizer:
         step: type[torch.optim.AdamW] = torch.optim.AdamW
         if config.optimizer_cpu_offload:
             step = HostAdamW
@@ -52,8 +60,8 @@ class Adam(OptimizerSpec):
         betas = (config.adam_beta1, config.adam_beta2)
         return step(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
-    def check(self, config: Any, device_type: str, *, sharded: bool) -> None:
-        super().check(config, device_type, sharded=sharded)
+    def check(self, config: Any, device_type: str) -> None:
+        super().check(config, device_type)
         if config.optimizer_backend != "apex":
             return
         if config.optimizer_cpu_offload:

@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from train.config.flags import ConfigError
@@ -15,6 +16,15 @@ Group = dict[str, Any]
 
 A step uses the schedule's learning rate times ``lr_factor``, by default 1.
 """
+
+
+class Weight(NamedTuple):
+    """A trained parameter, as optimizers choose its group."""
+
+    name: str
+    parameter: nn.Parameter
+    is_hidden_matrix: bool = False
+    """True for a layer's matrix that maps hidden states to hidden states, as the model states."""
 
 
 class OwnSettings:
@@ -36,15 +46,35 @@ class OptimizerSpec(ABC):
     """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]
     """Names (in torch and checkpoints) of its float32 states, each with its parameter's shape."""
+    matrix_states: tuple[str, ...] = ()
+    """The same for weights that it takes whole (``takes_whole``)."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
     whole_matrices: bool = False
-    """True if a step needs whole matrices instead of shards."""
+    """True if a step needs whole matrices instead of shards; ``build`` then gets ``ranks``."""
+
+    def takes_whole(self, config: Any, weight: Weight) -> bool:
+        """Return True if a step needs this weight's whole matrix."""
+        return False
+
+    def states_of(self, config: Any, weight: Weight) -> tuple[str, ...]:
+        """Return the names of a weight's state tensors of its shape."""
+        return self.matrix_states if self.takes_whole(config, weight) else self.states
+
+    def state_bytes(self, config: Any, weights: Sequence[Weight]) -> float:
+        """Return the bytes of state per element of ``weights``, on the device or offloaded."""
+        num_bytes = 0
+        elements = 0
+        for weight in weights:
+            count = weight.parameter.numel()
+            num_bytes += 4 * len(self.states_of(config, weight)) * count
+            elements += count
+        return num_bytes / max(1, elements)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of state per trained parameter, on the device or, if offloaded, in host memory."""
-        return 4 * len(self.states)
+    def max_state_bytes(self) -> int:
+        """Upper bound on ``state_bytes``."""
+        return 4 * max(len(self.states), len(self.matrix_states))
 
     @property
     def setting_names(self) -> tuple[str, ...]:
@@ -57,41 +87,42 @@ class OptimizerSpec(ABC):
         return ("optimizer", "weight_decay", *fixed_settings, "clip_grad")
 
     @abstractmethod
-    def build(self, config: Any, groups: list[Group], *, portable: bool) -> torch.optim.Optimizer:
+    def build(
+        self,
+        config: Any,
+        groups: list[Group],
+        *,
+        portable: bool,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> torch.optim.Optimizer:
         """Build the optimizer over ``groups``.
 
         Args:
             portable: use no kernel that may be missing; set in a rehearsal (a simulated run).
+            ranks: if ``whole_matrices``, the ranks that hold the same part of the model, in
+                slices or whole; None is this process alone.
         """
 
-    def groups(self, config: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Group]:
+    def groups(self, config: Any, weights: Sequence[Weight]) -> list[Group]:
         """Return the groups of the trained parameters.
 
         By default only matrices decay, because shrinking a norm's weight or a bias regularises
         nothing.
         """
-        matrices = [parameter for _, parameter in parameters if parameter.ndim >= 2]
-        vectors = [parameter for _, parameter in parameters if parameter.ndim < 2]
+        parameters = [weight.parameter for weight in weights]
+        matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+        vectors = [parameter for parameter in parameters if parameter.ndim < 2]
         return [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
 
-    def check(self, config: Any, device_type: str, *, sharded: bool) -> None:
+    def check(self, config: Any, device_type: str) -> None:
         """Refuse settings that contradict each other or the run.
-
-        Args:
-            sharded: True if ranks hold only shards of the weights, or update only shards.
 
         Raises:
             ConfigError: names the settings and the fix.
         """
-        if self.whole_matrices and sharded:
-            raise ConfigError(
-                f"optimizer is {config.optimizer}, but its step needs whole matrices, and the "
-                "ranks have only shards; give --data-parallel-sharding-strategy ddp and "
-                "--tensor-model-parallel-size 1"
-            )
         if not config.optimizer_cpu_offload:
             return
         if not self.offloads:

@@ -1,14 +1,18 @@
 """The section [optimizer] of a configuration, and the optimizer that it builds."""
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from model.parts.weights import is_hidden_matrix
+from model.registry import meta_model
+from parallel.mesh import Mesh
 from runtime.errors import UserError, at_least
 from train.optimizers import OPTIMIZERS
-from train.optimizers.base import OptimizerSpec
+from train.optimizers.base import OptimizerSpec, Weight
 from train.schedule import ScheduleConfig
 
 if TYPE_CHECKING:
@@ -25,8 +29,9 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     """The optimizer, its settings and its learning rate."""
 
     optimizer: OptimizerName = "adam"
-    """Update rule; the default is AdamW, Adam with decoupled weight decay (Loshchilov and Hutter
-    2019)."""
+    """Update rule. The default is AdamW, Adam with decoupled weight decay (Loshchilov and Hutter
+    2019); muon is Muon for the matrices of the layers, and AdamW for all other weights
+    (docs/tasks/optimizers.md)."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     clip_grad: float = 1.0
@@ -64,16 +69,38 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
 
 
 def build_optimizer(
-    config: OptimizerConfig, *parts: nn.Module, portable: bool = False
+    config: OptimizerConfig,
+    *parts: nn.Module,
+    portable: bool = False,
+    mesh: Mesh | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trained parameters in ``parts``, this rank's parts of the model.
 
-    ``portable`` avoids kernels that may be missing on the machine of a rehearsal (a simulated run).
+    Collective if the optimizer needs whole matrices.
+
+    Args:
+        portable: avoid kernels that may be missing on the machine of a rehearsal (a simulated run).
+        mesh: the run's mesh; None if this process holds all parameters whole.
     """
-    parameters: list[tuple[str, nn.Parameter]] = []
+    spec = config.spec
+    ranks = mesh.stage_group if mesh is not None and spec.whole_matrices else None
+    groups: list[dict[str, Any]] = spec.groups(config, trained_weights(*parts))
+    return spec.build(config, groups, portable=portable, ranks=ranks)
+
+
+def trained_weights(*parts: nn.Module) -> list[Weight]:
+    """Return the trained parameters of a model's parts."""
+    weights = []
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
-                parameters.append((name, parameter))
-    groups: list[dict[str, Any]] = config.spec.groups(config, parameters)
-    return config.spec.build(config, groups, portable=portable)
+                weights.append(Weight(name, parameter, is_hidden_matrix(part, name)))
+    return weights
+
+
+@lru_cache(maxsize=64)
+def average_state_bytes(config: OptimizerConfig, model: Any) -> float:
+    """Return the bytes of state per trained parameter of a model, given its configuration."""
+    if not config.spec.matrix_states:
+        return config.spec.max_state_bytes
+    return config.spec.state_bytes(config, trained_weights(meta_model(model)))

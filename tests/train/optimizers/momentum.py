@@ -19,11 +19,10 @@ class Momentum(OptimizerSpec):
 
     settings = NoSettings
     states = ("momentum_buffer",)
-    whole_matrices = True
 
-    def groups(self, config, parameters):
-        matrices, vectors = super().groups(config, parameters)
+    def groups(self, config, weights):
+        matrices, vectors = super().groups(config, weights)
         return [matrices, vectors | {"lr_factor": 0.5}]
 
-    def build(self, config, groups, *, portable):
+    def build(self, config, groups, *, portable, ranks=None):
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)

@@ -1,0 +1,243 @@
+"""Muon's steps on every mesh are those of one process."""
+
+import io
+import logging
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+
+from model.registry import initial_weight
+from parallel.data import DataParallelConfig, local_shard, to_local
+from parallel.mesh import distributed_mesh
+from runtime.ranks import run_ranks
+from tests.endings import apart
+from tests.parallel import split, tiny
+from tests.parallel.test_matrices import counted_traffic
+from tests.parallel.tiny import full
+from tools.common.cases import case_of
+from tools.common.training import PEAK, build_trainer
+from train.config.language import parse_args
+from train.optimizers import muon
+from train.optimizers.config import OptimizerConfig, build_optimizer
+
+FLAGS = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --vocab-size 64
+    --mock-data --seq-length 32 --device cpu --global-batch-size 8 --micro-batch-size 1
+    --lr 1e-3 --lr-decay-style constant --eval-iters 0 --log-interval 1000 --optimizer muon
+""".split()
+MESHES = {
+    1: ("dp=1",),
+    2: ("dp=2 zero1", "dp=2 zero2", "dp=2 ddp", "dp=2 legacy_ddp", "cp=2 zero3", "tp=2", "pp=2"),
+    4: ("dp=2 tp=2 zero3", "dp=4 zero2 copies=2", "dp=2 tp=2 legacy_ddp", "pp=2 tp=2", "pp=2 cp=2"),
+    8: ("dp=2 cp=2 tp=2 zero3 copies=2", "pp=2 dp=2 tp=2 zero1", "dp=8 zero3"),
+}
+
+
+STEPS = (1, 10)
+
+
+def train_on(rank, world_size, case, steps, *more):
+    """Train, and return the whole weights of this rank's stage after each of these steps."""
+    flags = [*FLAGS, "--train-iters", str(max(steps)), *case_of(case).flags, *more]
+    config = parse_args(flags)
+    # torch warns that gathering what tp and FSDP shard is slow.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    weights = {}
+    with redirect_stdout(io.StringIO()), distributed_mesh(config.mesh) as mesh:
+        trainer = build_trainer(config, mesh, PEAK)
+        update = trainer.optimizer.step
+
+        def step():
+            update()
+            if trainer.progress.iteration in steps:
+                weights[trainer.progress.iteration] = {
+                    name: full(parameter) for name, parameter in trainer.runner.parameters().items()
+                }
+
+        trainer.optimizer.step = step
+        trainer.train()
+    return weights
+
+
+def each_trained(rank, world_size, cases, steps):
+    return {case: train_on(rank, world_size, case, steps) for case in apart(cases)}
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Weights at the start, and after each step that is compared, in one process."""
+    (results,) = run_ranks(each_trained, 1, MESHES[1], STEPS)
+    weights = results["dp=1"]
+    model = parse_args([*FLAGS, "--train-iters", "1"])
+    weights[0] = {
+        name: initial_weight(model.model, name, weight.shape, model.train.seed)
+        for name, weight in weights[1].items()
+    }
+    return weights
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_steps_on_every_mesh_are_those_of_one_process(ranks, one_process):
+    """Weights to 1e-6; updates to 30 roundings of float32, which Newton-Schulz may grow."""
+    by_rank = run_ranks(each_trained, ranks, MESHES[ranks], STEPS)
+    for case in MESHES[ranks]:
+        for step in STEPS:
+            got, want = {}, one_process[step]
+            for results in by_rank:
+                got |= results[case][step]
+            assert got.keys() == want.keys()
+            for name, weight in want.items():
+                error = (got[name] - weight).norm()
+                assert error <= 1e-6 * weight.norm(), (case, step, name)
+                assert error <= 3e-5 * (weight - one_process[0][name]).norm(), (case, step, name)
+
+
+DIRECT = {
+    1: ((1, 1, "ddp", 1),),
+    2: ((1, 1, "zero3", 1), (1, 1, "legacy_ddp", 1), (2, 1, "zero1", 1)),
+    4: ((2, 1, "zero3", 1), (2, 2, "legacy_ddp", 1), (1, 2, "zero2", 2), (4, 1, "zero3", 1)),
+}
+"""tp, cp, strategy and copies of meshes on which gradients are drawn instead of computed."""
+CONFIG = split.config()
+
+
+def drawn_step(model, optimizer, number):
+    """Take a step with the same whole gradients on every mesh."""
+    for index, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * number + index)
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = torch.zeros_like(parameter)
+        to_local(parameter.grad).copy_(gradient[local_shard(parameter)[1]])
+    optimizer.step()
+
+
+def direct(rank, world_size, case, dtype, precision, control=None):
+    """Return the whole weights and state after three steps, and the bytes sent in each."""
+    tp, cp, strategy, copies = case
+    data_parallel = DataParallelConfig(
+        data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies
+    )
+    config = OptimizerConfig(optimizer="muon", lr=0.02, muon_fp32_matmul_prec=precision)
+    torch.set_default_dtype(dtype)
+    with pytest.MonkeyPatch.context() as patch, distributed_mesh(split.mesh_config(tp, cp)) as mesh:
+        if control == "shards":
+            patch.setattr(muon, "WholeMatrices", Shards)
+        model, _ = split.build(mesh, CONFIG, data_parallel=data_parallel)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        optimizer = build_optimizer(config, model, mesh=mesh)
+        with counted_traffic() as sent:
+            drawn_step(model, optimizer, 0)
+        assert control or sum(sent) == optimizer.sent_bytes
+        drawn_step(model, optimizer, 1)
+        if control == "reset":
+            optimizer.state.clear()
+        drawn_step(model, optimizer, 2)
+        tensors = tiny.whole_tensors(model, optimizer)
+    torch.set_default_dtype(torch.float32)
+    return tensors, optimizer.sent_bytes
+
+
+class Shards(muon.WholeMatrices):
+    """Each rank computes on its shards as if they were the matrices."""
+
+    def __init__(self, parameters, group=None, *, dtype):
+        super().__init__([to_local(parameter) for parameter in parameters], dtype=dtype)
+
+
+WIDTHS = ((torch.float32, "low"), (torch.float32, "high"), (torch.float64, "high"))
+
+
+def each_direct(rank, world_size, cases):
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    return {
+        (case, *width): direct(rank, world_size, case, *width)
+        for case in apart(cases)
+        for width in WIDTHS
+    }
+
+
+@pytest.fixture(scope="module")
+def equal_gradients():
+    """Weights, momenta and AdamW's states of one process, keyed by dtype and precision."""
+    (results,) = run_ranks(each_direct, 1, DIRECT[1])
+    return {
+        width: tensors for (_, *width), (tensors, _) in results.items() for width in [(*width,)]
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_with_equal_gradients_every_mesh_has_the_bits_of_one_process(ranks, equal_gradients):
+    """In float32 torch's AdamW rounds the ends of shards otherwise, so norms are near only."""
+    for results in run_ranks(each_direct, ranks, DIRECT[ranks]):
+        for key, (tensors, sent_bytes) in results.items():
+            want = equal_gradients[key[1:]]
+            assert tensors.keys() == want.keys()
+            assert sent_bytes > 0
+            for name, value in want.items():
+                is_exact = value.ndim == 2 or value.dtype == torch.float64
+                bound = 0.0 if is_exact else 1e-6
+                torch.testing.assert_close(tensors[name], value, rtol=bound, atol=0.0)
+        for case in DIRECT[ranks]:
+            high = results[case, torch.float32, "high"][1]
+            assert results[case, torch.float32, "low"][1] == high / 2
+
+
+def each_control(rank, world_size):
+    case = DIRECT[2][0]
+    return {
+        control: direct(rank, world_size, case, *WIDTHS[2], control=control)[0]
+        for control in ("shards", "reset")
+    }
+
+
+def test_orthogonalized_shards_and_a_momentum_that_begins_anew_would_be_seen(equal_gradients):
+    want = equal_gradients[WIDTHS[2]]
+    name = "layers.0.mlp.up.weight"
+    for results in run_ranks(each_control, 2):
+        for control, tensors in results.items():
+            error = (tensors[name] - want[name]).norm()
+            assert error > 1e-3 * want[name].norm(), control
+
+
+def resumed(rank, world_size, folder, case, stop):
+    """Train to a step, or go on from there to the fourth; return the weights of this stage."""
+    more = ["--save", str(folder), "--load", str(folder), "--exit-interval", str(stop)]
+    return train_on(rank, world_size, case, (4,), *more).get(4)
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_the_same_mesh_and_on_another(tmp_path):
+    case = "dp=2 zero3"
+    through = run_ranks(resumed, 2, tmp_path / "through", case, 4)[0]
+    for name, ranks, other in (("same", 2, case), ("tp", 2, "tp=2"), ("one", 1, "dp=1")):
+        run_ranks(resumed, 2, tmp_path / name, case, 2)
+        weights = run_ranks(resumed, ranks, tmp_path / name, other, 4)[0]
+        for key, weight in through.items():
+            error = (weights[key] - weight).norm()
+            assert error <= (0.0 if name == "same" else 1e-6) * weight.norm(), (name, key)
+
+
+def with_a_bad_step(rank, world_size):
+    """Return if a step with an infinite loss left weights and state as they were."""
+    config = parse_args([*FLAGS, "--train-iters", "3"])
+    with redirect_stdout(io.StringIO()), distributed_mesh(config.mesh) as mesh:
+        trainer = build_trainer(config, mesh, PEAK)
+        plain, before, after = trainer.runner.forward_backward, {}, {}
+
+        def forward_backward(micro_batches, valid):
+            loss = plain(micro_batches, valid)
+            (part,) = trainer.parts
+            if trainer.progress.iteration == 2:
+                before.update(tiny.whole_tensors(part, trainer.optimizer))
+                return loss * float("inf")
+            if trainer.progress.iteration == 3:
+                after.update(tiny.whole_tensors(part, trainer.optimizer))
+            return loss
+
+        trainer.runner.forward_backward = forward_backward
+        trainer.train()
+    return tiny.equal(before, after), trainer.progress.skipped_iterations
+
+
+def test_a_bad_step_leaves_the_momentum_as_it_was():
+    assert run_ranks(with_a_bad_step, 2) == [(True, 1)] * 2

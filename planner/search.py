@@ -132,7 +132,7 @@ def cost_inputs(
         copies=config.data_parallel.num_distributed_optimizer_instances,
         recompute=recompute.recompute_granularity,
         offload=recompute.recompute_offload,
-        state_bytes=config.optimizer.spec.state_bytes,
+        state_bytes=config.optimizer.spec.state_bytes(config.optimizer),
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,

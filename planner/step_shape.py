@@ -91,7 +91,7 @@ class Arrangement:
     copies: int = 1
     recompute: str = "none"
     offload: bool = False
-    state_bytes: int = 8
+    state_bytes: float = 8
     """Bytes of the optimizer's state per trained parameter."""
     moments_on_host: bool = False
     loss_chunk: int = 0

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from train.checkpoint.api import Conversion
 from train.config.flags import ConfigError
 
 Group = dict[str, Any]
 """A parameter group of torch: ``params``, ``weight_decay``, and perhaps ``lr_factor``.
 
-A step uses the schedule's learning rate times ``lr_factor``, by default 1.
+A step uses the schedule's learning rate times ``lr_factor``, by default 1. ``build`` also gets the
+``names`` of the parameters, in the whole model, and the run's ``seed``.
 """
 
 
@@ -35,16 +37,18 @@ class OptimizerSpec(ABC):
     free_settings: tuple[str, ...] = ()
     """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]
-    """Names, in torch and in checkpoints, of its float32 state tensors of a parameter's shape."""
+    """Names, in torch and in checkpoints, of its state tensors of a parameter's shape."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
     whole_matrices: bool = False
     """True if a step needs whole matrices instead of shards."""
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state per trained parameter, on the device or, if offloaded, in host memory."""
-        return 4 * len(self.states)
+    def state_bytes(self, config: Any) -> float:
+        """Return the bytes of state per trained parameter, on the device or in host memory.
+
+        By default states are float32.
+        """
+        return 4.0 * len(self.states)
 
     @property
     def setting_names(self) -> tuple[str, ...]:
@@ -104,6 +108,10 @@ class OptimizerSpec(ABC):
                 "optimizer_cpu_offload is set, but device is cpu, so the optimizer's state is in "
                 "host memory anyway; leave out --optimizer-cpu-offload, or use --device cuda"
             )
+
+    def conversion(self) -> Conversion | None:
+        """Return what converts a checkpoint's states to those of the run, if formats may differ."""
+        return None
 
     def require_available(self, config: Any) -> None:  # noqa: B027
         """Raise UserError, with the reason and the fix, if the optimizer's kernel is missing."""

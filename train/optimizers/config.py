@@ -32,9 +32,9 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     clip_grad: float = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down. 0 disables clipping."""
     optimizer_cpu_offload: bool = False
-    """Keep the optimizer's state, 8 bytes per parameter for Adam, in host memory. A step copies it
-    to the device and back in pieces, which takes time but does not change the result
-    (docs/concepts/memory.md)."""
+    """Keep the optimizer's state, 8 bytes per parameter for Adam with fp32 moments, in host memory.
+    A step copies it to the device and back in pieces, which takes time but does not change the
+    result (docs/concepts/memory.md)."""
 
     def __post_init__(self) -> None:
         ScheduleConfig.__post_init__(self)
@@ -64,16 +64,21 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
 
 
 def build_optimizer(
-    config: OptimizerConfig, *parts: nn.Module, portable: bool = False
+    config: OptimizerConfig, *parts: nn.Module, seed: int = 0, portable: bool = False
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trained parameters in ``parts``, this rank's parts of the model.
 
-    ``portable`` avoids kernels that may be missing on the machine of a rehearsal (a simulated run).
+    ``seed`` is the run's, for random rounding. ``portable`` avoids kernels that may be missing on
+    the machine of a rehearsal (a simulated run).
     """
     parameters: list[tuple[str, nn.Parameter]] = []
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
                 parameters.append((name, parameter))
+    name_of = {parameter: name for name, parameter in parameters}
     groups: list[dict[str, Any]] = config.spec.groups(config, parameters)
+    for group in groups:
+        group["names"] = [name_of[parameter] for parameter in group["params"]]
+        group["seed"] = seed
     return config.spec.build(config, groups, portable=portable)

@@ -94,19 +94,27 @@ class MomentConversion:
             live_format.pack(values, tuple(_flat(live)), pending.moment)
 
     def notes(self) -> list[str]:
-        """Return a note on all conversions of this rank, if there were any."""
-        if not self._changes:
-            return []
+        """Return notes on the conversions of this rank."""
         changes = []
         flags = []
+        reblocked = set()
         for moment, before, after in sorted(self._changes):
             if before == after:
-                changes.append(f"{moment} is {after}, with blocks of another length on this mesh")
+                reblocked.add(after)
             else:
-                changes.append(f"{moment} was {before} and is {after}")
+                changes.append(f"{moment}_dtype was {before} and is {after}")
                 flags.append(f"--{moment.replace('_', '-')}-dtype {before}")
-        keeps = f"; {' '.join(flags)} keeps the checkpoint's" if flags else ""
-        return [f"note: {', '.join(changes)}, so it is rounded anew{keeps}"]
+        notes = []
+        if changes:
+            notes.append(
+                f"note: {', '.join(changes)}; {' '.join(flags)} keeps the moments as they are"
+            )
+        for name in sorted(reblocked):
+            notes.append(
+                f"note: this mesh cuts {name} moments into blocks of other lengths than the "
+                "checkpoint's, so they are rounded again"
+            )
+        return notes
 
 
 def _flat(tensors: list[Tensor]) -> list[Tensor]:

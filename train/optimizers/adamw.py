@@ -13,13 +13,16 @@ from train.optimizers.base import Group, OptimizerSpec, OwnSettings
 from train.optimizers.bf16_moments import BFloat16
 from train.optimizers.host import HostAdamW
 from train.optimizers.moment_conversion import MomentConversion
-from train.optimizers.moment_formats import MOMENTS, MomentDtype, MomentFormat
-from train.optimizers.pieces import FLOAT32, PiecewiseAdamW
+from train.optimizers.moment_formats import MOMENTS, Float32, MomentDtype, MomentFormat
+from train.optimizers.pieces import PiecewiseAdamW
 from train.optimizers.quantized_moments import Float8, Int8
 
 Backend = Literal["torch", "apex"]
-FORMATS: dict[str, MomentFormat] = {
-    moment_format.name: moment_format for moment_format in (FLOAT32, BFloat16(), Float8(), Int8())
+FORMATS: dict[str, type[MomentFormat]] = {
+    "fp32": Float32,
+    "bf16": BFloat16,
+    "fp8": Float8,
+    "int8": Int8,
 }
 """Maps a value of --exp-avg-dtype to the moments' format."""
 
@@ -61,8 +64,8 @@ class AdamSettings(OwnSettings):
 
     @property
     def moment_formats(self) -> tuple[MomentFormat, MomentFormat]:
-        """The formats of both moments."""
-        return FORMATS[self.exp_avg_dtype], FORMATS[self.exp_avg_sq_dtype]
+        """New formats of both moments."""
+        return FORMATS[self.exp_avg_dtype](), FORMATS[self.exp_avg_sq_dtype]()
 
 
 class Adam(OptimizerSpec):
@@ -81,7 +84,7 @@ class Adam(OptimizerSpec):
         settings = {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "fused": True}
         if config.optimizer_cpu_offload:
             return HostAdamW(groups, config.moment_formats, **settings)
-        if config.moment_formats != (FLOAT32, FLOAT32):
+        if (config.exp_avg_dtype, config.exp_avg_sq_dtype) != ("fp32", "fp32"):
             return PiecewiseAdamW(groups, config.moment_formats, **settings)
         step: type[torch.optim.AdamW] = torch.optim.AdamW
         if config.optimizer_backend == "apex" and not portable:
@@ -100,7 +103,7 @@ class Adam(OptimizerSpec):
             )
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(config, name)
-            if dtype != FLOAT32.name:
+            if dtype != "fp32":
                 raise ConfigError(
                     f"optimizer_backend is apex, but {name} is {dtype}, and only torch's kernel "
                     "supports moments in another dtype than fp32; leave out --optimizer-backend or "
@@ -113,7 +116,7 @@ class Adam(OptimizerSpec):
             )
 
     def conversion(self) -> Conversion | None:
-        return MomentConversion(FORMATS.values())
+        return MomentConversion([moment_format() for moment_format in FORMATS.values()])
 
     def require_available(self, config: Any) -> None:
         if config.optimizer_backend == "apex":

@@ -22,8 +22,8 @@ from parallel.data import to_local
 from parallel.offload import HostCopies, Slabs
 from runtime.simulation import allocates
 from train.optimizers import pieces
-from train.optimizers.moment_formats import zeros
-from train.optimizers.pieces import FLOAT32, ParameterPiece, PiecewiseAdamW
+from train.optimizers.moment_formats import Float32, zeros
+from train.optimizers.pieces import ParameterPiece, PiecewiseAdamW
 
 PIECE = 1 << 24
 """Number of elements of a parameter that are updated at once if moments are in float32.
@@ -48,7 +48,7 @@ class HostAdamW(PiecewiseAdamW):
         return on_host(parameter, self._slabs, dtype, columns)
 
     def _piece_length(self) -> int:
-        plain = all(moment_format is FLOAT32 for moment_format in self.formats.values())
+        plain = all(isinstance(moment_format, Float32) for moment_format in self.formats.values())
         return PIECE if plain else pieces.PIECE
 
     def _update(self, pieces: list[ParameterPiece]) -> None:

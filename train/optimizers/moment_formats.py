@@ -31,7 +31,10 @@ SMALLEST = 4096
 
 
 class MomentFormat(ABC):
-    """How a moment is stored; ``stored`` are its values and, in a format of blocks, its scales."""
+    """How a moment is stored; ``stored`` are its values and, in a format of blocks, its scales.
+
+    Each optimizer has formats of its own, which may keep tensors on its device.
+    """
 
     name: MomentDtype
     dtype: torch.dtype

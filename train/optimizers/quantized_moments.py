@@ -15,6 +15,7 @@ blocks are shorter, and the result differs by the error of rounding.
 import torch
 from torch import Tensor
 
+from runtime.tensors import kept_in_object
 from train.optimizers.moment_formats import MomentFormat
 
 SMALLEST_SCALE = 1e-12
@@ -49,7 +50,7 @@ class Int8(MomentFormat):
 
     def unpack(self, stored: tuple[Tensor, ...], moment: str) -> Tensor:
         codes, scales = stored
-        table = dynamic_map(signed=moment == "exp_avg").to(codes.device)
+        table = self._table(moment, codes.device)
         return _scaled(table[codes.int()], scales)
 
     def pack(
@@ -57,10 +58,19 @@ class Int8(MomentFormat):
     ) -> None:
         codes, scales = stored
         scales.copy_(_largest(values, scales))
-        table = dynamic_map(signed=moment == "exp_avg").to(codes.device)
-        middles = (table[:-1] + table[1:]) / 2
         scaled = _scaled(values, scales, inverse=True)
+        middles = self._middles(moment, codes.device)
         codes.copy_(torch.bucketize(scaled, middles, out_int32=True, right=True))
+
+    @kept_in_object
+    def _table(self, moment: str, device: torch.device) -> Tensor:
+        return dynamic_map(signed=moment == "exp_avg").to(device)
+
+    @kept_in_object
+    def _middles(self, moment: str, device: torch.device) -> Tensor:
+        """Return the numbers from which on a value is rounded to the next number of the table."""
+        table = dynamic_map(signed=moment == "exp_avg")
+        return ((table[:-1] + table[1:]) / 2).to(device)
 
 
 def dynamic_map(*, signed: bool) -> Tensor:

@@ -18,6 +18,7 @@ from planner.rehearsal import rehearse
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.split import build, config, mesh_config, plain
+from tests.pretraining import curve, flags_of, on_rank
 from tests.train.optimizers.test_host import everything, model, steps
 from train.checkpoint.api import load_checkpoint, save_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
@@ -424,10 +425,8 @@ def float_moments(module, optimizer):
         state = optimizer.state[parameter]
         for moment in MOMENTS:
             stored = [to_local(state[moment]).view(-1)]
-            moment_format = FORMATS["fp32"]
-            for candidate in FORMATS.values():
-                if candidate.dtype == stored[0].dtype:
-                    moment_format = candidate
+            dtype = stored[0].dtype
+            moment_format = next(kind() for kind in FORMATS.values() if kind.dtype == dtype)
             if moment + SCALE in state:
                 stored.append(to_local(state[moment + SCALE]).view(-1))
             local = to_local(parameter)
@@ -500,6 +499,33 @@ def test_formats_that_cannot_be_mixed_or_are_unknown_are_refused():
 
 
 # Training
+
+SHORT = ("--train-iters", "3", "--num-layers", "1", "--seq-length", "64")
+BF16 = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_moments_to_the_bit_and_with_others_with_a_note(
+    default_data, tmp_path
+):
+    """Two ranks, stopped after the second step; then again, with moments in float32."""
+    curves = {}
+    outputs = {}
+    for name, flags in (("whole", ()), ("stopped", ("--exit-interval", "2"))):
+        save = ("--save", str(tmp_path / name))
+        run_ranks(on_rank, 2, flags_of(default_data, *SHORT, *save, *BF16, *flags))
+    stopped = str(tmp_path / "stopped")
+    for name, dtype in (("again", BF16), ("wider", ())):
+        flags = flags_of(
+            default_data, *SHORT, "--save", str(tmp_path / name), "--load", stopped, *dtype
+        )
+        outputs[name] = run_ranks(on_rank, 2, flags)[0]
+    for name in ("whole", "again", "wider"):
+        curves[name] = curve(tmp_path / name, "iteration", "lm_loss", "grad_norm")
+    assert curves["again"][-1] == curves["whole"][-1]
+    assert "exp_avg_dtype" not in outputs["again"]
+    assert outputs["wider"].count("note: exp_avg_dtype was bf16 and is fp32") == 1
+    assert curves["wider"][-1] == curves["whole"][-1]  # the step's loss, before its update
 
 
 def losses_of(dtype, *, steps=300, perturbed=False, seed=1):

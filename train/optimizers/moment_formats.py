@@ -31,7 +31,7 @@ SMALLEST = 4096
 
 
 class MomentFormat(ABC):
-    """How a moment is stored; ``stored`` are its values and, in a format of blocks, its scales.
+    """Format of a stored moment; ``stored`` are its values and, with blocks, its scales.
 
     Each optimizer has formats of its own, which may keep tensors on its device.
     """

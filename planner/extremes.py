@@ -177,6 +177,8 @@ class Change:
 
     flag: str
     bytes: float
+    exact: bool = True
+    """False if the flags change the results of the run by more than the order of sums."""
 
 
 def changes(
@@ -253,19 +255,26 @@ def _ordered(
     Flags that are only valid together form one step.
     """
     steps: list[tuple[str, ...]] = [FIELDS]
+    inexact: set[str] = set()
     for index, lever in enumerate(ORDER):
         num_before = ORDER[:index].count(lever)
-        if num_before < len(lever.fields):
+        if ORDER.count(lever) == 1:
+            steps.append(lever.fields)
+        elif num_before < len(lever.fields):
             steps.append((lever.fields[num_before],))
+        if not lever.exact:
+            inexact.update(lever.fields)
 
     flags: list[str] = []
     overrides: dict[str, Any] = {}
+    exact = True
     for names in steps:
         for name in names:
             value = value_of(target, name)
             if value != value_of(config, name) and name not in overrides:
                 overrides[name] = value
                 flags.append(spelled(name, value))
+                exact = exact and name not in inexact
         if not flags:
             continue
         try:
@@ -274,5 +283,6 @@ def _ordered(
             num_bytes = weigh(candidate, world_size, cluster, documents).device
         except UserError:  # these flags are valid only together with those of later steps
             continue
-        yield Change(" ".join(flags), num_bytes)
+        yield Change(" ".join(flags), num_bytes, exact)
         flags = []
+        exact = True

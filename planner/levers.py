@@ -37,6 +37,8 @@ class Lever:
 
     fields: tuple[str, ...]
     values: Callable[[AnyConfig, Cluster], Sequence[tuple[Any, ...]]]
+    exact: bool = True
+    """False if it changes the results of a run by more than the order of sums."""
 
     def of(self, config: AnyConfig) -> tuple[Any, ...]:
         """Return the values of these fields in a configuration."""
@@ -103,16 +105,28 @@ def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     return _on_host(config, cluster)
 
 
+def _moment_dtypes(config: AnyConfig, cluster: Cluster) -> list[tuple[str, str]]:
+    """Return the configured dtypes of Adam's moments, then bf16 if they are fp32."""
+    optimizer = config.optimizer
+    current = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    can_round = optimizer.spec.rounds_states and optimizer.optimizer_backend != "apex"
+    if not can_round or current != ("fp32", "fp32"):
+        return [current]
+    return [current, ("bf16", "bf16")]
+
+
 CHUNKS = Lever(("loss_chunk_size", "ffn_chunk_size"), _chunks)
 POLICY = Lever(("recompute_granularity",), lambda *_: RECOMPUTE)
 SHARDING = Lever(("data_parallel_sharding_strategy",), _shardings)
 OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
-ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
+ROUNDED_MOMENTS = Lever(("exp_avg_dtype", "exp_avg_sq_dtype"), _moment_dtypes, exact=False)
+ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS, ROUNDED_MOMENTS)
 """Order in which levers are used, as in docs/tasks/long_context.md, which first adds processes.
 
 A lever that occurs twice moves one value further each time; the others move to their last value.
+The last one is not exact; only ``tools.plan --fits`` proposes it, and no search uses it.
 """
 
 
@@ -262,6 +276,9 @@ def memory_of(config: AnyConfig) -> str:
         words.append("offload")
     if config.optimizer.optimizer_cpu_offload:
         words.append("moments on the host")
+    dtypes = dict.fromkeys((config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype))
+    if list(dtypes) != ["fp32"]:
+        words.append(f"moments in {' and '.join(dtypes)}")
     return ", ".join(word for word in words if word != "none")
 
 

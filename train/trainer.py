@@ -75,7 +75,9 @@ class Trainer:
         self.train_data = self.data.train
         self.valid_data = self.data.valid
         self.parts = task.build_parts()
-        self.optimizer = build_optimizer(config.optimizer, *self.parts, mesh=self.mesh)
+        self.optimizer = build_optimizer(
+            config.optimizer, *self.parts, seed=config.train.seed, mesh=self.mesh
+        )
         self.ema = Ema(config.ema_decay, self.parts) if config.ema_decay else None
         self.schedule = schedule_of(config.optimizer, config.train.train_iters)
         self.start.load(self.parts, self.optimizer, self.ema)

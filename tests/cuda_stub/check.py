@@ -75,6 +75,7 @@ def _cases() -> str:
     lines += [
         "llama attention_boundary --recompute-offload",
         "llama --optimizer-cpu-offload",
+        *(f"llama --exp-avg-dtype {name} --exp-avg-sq-dtype {name}" for name in ("bf16", "int8")),
         "llama --compile",
     ]
     lines += ["llama --fp8-format hybrid", f"llama {RESUMED}"]

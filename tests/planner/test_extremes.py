@@ -11,7 +11,7 @@ from parallel.recompute import RecomputeConfig
 from planner import levers
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, changes, fewest, fits, last_good, longest, of_length
-from planner.levers import least_memory, settings
+from planner.levers import ever_leaner, least_memory, settings
 from planner.search import arrangements, nothing_left, rank, weigh
 from runtime.errors import UserError
 from tests.planner.test_search import A100
@@ -55,6 +55,20 @@ def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
     ).candidates:
         assert candidate.config.optimizer.optimizer_cpu_offload
         assert candidate.prediction.seconds["optimizer offload"] > 0
+
+
+def test_moments_in_bf16_are_proposed_last_and_only_by_fits(config):
+    config = config.updated(context_parallel_size=1, seq_length=16384)
+    cluster = replace(SMALL, host_gb_per_s=0.0)
+    *_, exact, rounded = ever_leaner(config, cluster)
+    sizes = [weigh(lean, 1, cluster, None).device for lean in (exact, rounded)]
+    cluster = replace(cluster, memory_gb=sum(sizes) / 2e9)
+    needed, seconds = changes(config, 1, cluster, None)
+    assert needed[-1].flag == "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    assert [change.exact for change in needed] == [True] * (len(needed) - 1) + [False]
+    assert needed[-1].bytes < 1e9 * cluster.memory_gb < needed[-2].bytes
+    assert seconds is not None
+    assert not fits(config, 1, cluster)
 
 
 def test_the_fewest_processes_hold_it_and_fewer_do_not(config):

@@ -100,7 +100,8 @@ def _print_changes(needed_changes: Sequence[Any], seconds: float | None) -> None
     order = "settings to change, in the order of docs/tasks/long_context.md"
     print(f"{order}; a step then takes {duration(seconds)}:")
     for change in needed_changes:
-        print(f"  {change.flag}  (about {amount(change.bytes)})")
+        effect = "" if change.exact else ", and changes the results"
+        print(f"  {change.flag}  (about {amount(change.bytes)}{effect})")
 
 
 def _fastest_method(

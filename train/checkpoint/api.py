@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -104,6 +104,22 @@ class CheckpointConfig:
         return Path(self.load.removeprefix(HUGGING_FACE))
 
 
+class Conversion(Protocol):
+    """Reads the optimizer's tensors of a checkpoint in their format, and converts them."""
+
+    def to_read(self, tensors: dict[str, torch.Tensor], metadata: Any) -> dict[str, torch.Tensor]:
+        """Return the tensors to read into, keyed by name; ``tensors`` are the optimizer's.
+
+        ``metadata`` is DCP's table of the checkpoint's tensors.
+        """
+
+    def convert(self) -> None:
+        """Convert what was read into the optimizer's tensors."""
+
+    def notes(self) -> list[str]:
+        """Return notes on what was converted."""
+
+
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
@@ -172,6 +188,7 @@ def load_checkpoint(
     architecture: dict[str, Any],
     *,
     sections: Mapping[str, dict[str, torch.Tensor]] | None = None,
+    conversion: Conversion | None = None,
 ) -> dict[str, Any]:
     """Load a verified checkpoint into the model and optimizer, bit for bit; return its ``extra``.
 
@@ -181,6 +198,7 @@ def load_checkpoint(
     Args:
         path: a folder that ``find_checkpoint`` returned.
         sections: further sections of tensors to load into, as in ``save_checkpoint``.
+        conversion: converts the optimizer's tensors if the checkpoint has them in another format.
 
     Raises CheckpointError if the architecture or a tensor's name, shape or dtype differs, or if a
     file is damaged. A difference raises before any weight changes.
@@ -203,9 +221,13 @@ def load_checkpoint(
         # step: at step 1 an empty state acts differently from a state of zeros.
         optimizer.state.clear()
         state = tensors_of(model, optimizer, create=stepped) | dict(sections or {})
+        if conversion is not None:
+            state["optimizer"] = conversion.to_read(state["optimizer"], metadata)
     compare_tensors(folder, state, metadata, exact_dtype=True)
     fetch_missing(folder, files_read(state, metadata))
     read_shards(folder, state, metadata)
+    if conversion is not None:
+        conversion.convert()
     spread_copies(model, optimizer)
     return manifest.extra
 

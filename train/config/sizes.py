@@ -73,7 +73,7 @@ def _validate_bytes(config: CommonConfig, world_size: int) -> None:
     matrices = model.num_layers * width * 2 * (attention + model.ffn_size)
     embedding = (getattr(model, "vocab_size", None) or 0) * width
     # float32 weights and gradients, and the optimizer's state
-    weight_bytes = 8 + config.optimizer.spec.max_state_bytes
+    weight_bytes = 8 + config.optimizer.spec.state_bytes(config.optimizer)
     state = weight_bytes * (matrices + embedding) // world_size
 
     shards = config.mesh.context_parallel_size * config.mesh.tensor_model_parallel_size

@@ -6,13 +6,26 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from runtime.errors import require
+from runtime.errors import UserError, require
+from train.checkpoint.api import Conversion
 from train.config.flags import ConfigError
 from train.optimizers import apex
-from train.optimizers.base import Group, OptimizerSpec, OwnSettings
-from train.optimizers.host import MOMENTS, HostAdamW
+from train.optimizers.base import Group, OptimizerSpec, OwnSettings, Weight
+from train.optimizers.bf16_moments import BFloat16
+from train.optimizers.host import HostAdamW
+from train.optimizers.moment_conversion import MomentConversion
+from train.optimizers.moment_formats import MOMENTS, Float32, MomentDtype, MomentFormat
+from train.optimizers.pieces import PiecewiseAdamW
+from train.optimizers.quantized_moments import Float8, Int8
 
 Backend = Literal["torch", "apex"]
+FORMATS: dict[str, type[MomentFormat]] = {
+    "fp32": Float32,
+    "bf16": BFloat16,
+    "fp8": Float8,
+    "int8": Int8,
+}
+"""Maps a value of --exp-avg-dtype to the moments' format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +42,44 @@ class AdamSettings(OwnSettings):
     """Kernel that computes a step: torch's fused AdamW, or that of NVIDIA's apex, which must be
     built with its CUDA extensions. Both write the same checkpoints, so a run can resume with
     either."""
+    exp_avg_dtype: MomentDtype = "fp32"
+    """Dtype in which the first moment is stored between steps; weights and arithmetic are float32.
+    bf16 rounds stochastically. fp8 and int8 have a scale for each block of up to 256 elements, and
+    both moments have the same one of them."""
+    exp_avg_sq_dtype: MomentDtype = "fp32"
+    """Dtype in which the second moment is stored between steps, like --exp-avg-dtype."""
 
     def __post_init__(self) -> None:
         require(self, self.adam_eps > 0, "adam_eps", "it must be above 0")
         for name in ("adam_beta1", "adam_beta2"):
             require(self, 0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
+        first, second = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        for name, dtype in (("exp_avg_dtype", first), ("exp_avg_sq_dtype", second)):
+            require(self, dtype in FORMATS, name, f"it must be one of {', '.join(FORMATS)}")
+        if first != second and (FORMATS[first].blocks or FORMATS[second].blocks):
+            raise UserError(
+                f"exp_avg_dtype is {first} and exp_avg_sq_dtype is {second}, but 8-bit moments are "
+                f"both fp8 or both int8; give --exp-avg-dtype and --exp-avg-sq-dtype the same "
+                "value, or fp32 and bf16 in any combination"
+            )
+
+    @property
+    def moment_formats(self) -> tuple[MomentFormat, MomentFormat]:
+        """New formats of both moments."""
+        return FORMATS[self.exp_avg_dtype](), FORMATS[self.exp_avg_sq_dtype]()
 
 
 class Adam(OptimizerSpec):
-    """AdamW with torch's fused kernel, for moments in host memory too, or with apex's kernel."""
+    """AdamW with torch's fused kernel, in pieces if moments need it, or with apex's kernel."""
 
     settings = AdamSettings
-    free_settings = ("optimizer_backend",)
+    free_settings = ("optimizer_backend", "exp_avg_dtype", "exp_avg_sq_dtype")
     states = MOMENTS
     offloads = True
+    rounds_states = True
+
+    def state_bytes(self, config: Any, weight: Weight | None = None) -> float:
+        return sum(moment_format.bytes for moment_format in config.moment_formats)
 
     def build(
         self,
@@ -52,13 +89,16 @@ class Adam(OptimizerSpec):
         portable: bool,
         ranks: dist.ProcessGroup | None = None,
     ) -> torch.optim.Optimizer:
-        step: type[torch.optim.AdamW] = torch.optim.AdamW
+        betas = (config.adam_beta1, config.adam_beta2)
+        settings = {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "fused": True}
         if config.optimizer_cpu_offload:
-            step = HostAdamW
+            return HostAdamW(groups, config.moment_formats, **settings)
+        if (config.exp_avg_dtype, config.exp_avg_sq_dtype) != ("fp32", "fp32"):
+            return PiecewiseAdamW(groups, config.moment_formats, **settings)
+        step: type[torch.optim.AdamW] = torch.optim.AdamW
         if config.optimizer_backend == "apex" and not portable:
             step = apex.ApexAdamW
-        betas = (config.adam_beta1, config.adam_beta2)
-        return step(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+        return step(groups, **settings)
 
     def check(self, config: Any, device_type: str) -> None:
         super().check(config, device_type)
@@ -70,11 +110,22 @@ class Adam(OptimizerSpec):
                 "kernel supports moments in host memory; leave out --optimizer-backend or "
                 "--optimizer-cpu-offload"
             )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(config, name)
+            if dtype != "fp32":
+                raise ConfigError(
+                    f"optimizer_backend is apex, but {name} is {dtype}, and only torch's kernel "
+                    "supports moments in another dtype than fp32; leave out --optimizer-backend or "
+                    f"--{name.replace('_', '-')}"
+                )
         if device_type == "cpu" and not apex.EMULATED:
             raise ConfigError(
                 "optimizer_backend is apex, but device is cpu, and apex's kernel needs a GPU; "
                 "leave out --optimizer-backend, or use --device cuda"
             )
+
+    def conversion(self) -> Conversion | None:
+        return MomentConversion([moment_format() for moment_format in FORMATS.values()])
 
     def require_available(self, config: Any) -> None:
         if config.optimizer_backend == "apex":

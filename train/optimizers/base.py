@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from train.checkpoint.api import Conversion
 from train.config.flags import ConfigError
 
 Group = dict[str, Any]
 """A parameter group of torch: ``params``, ``weight_decay``, and perhaps ``lr_factor``.
 
-A step uses the schedule's learning rate times ``lr_factor``, by default 1.
+A step uses the schedule's learning rate times ``lr_factor``, by default 1. ``build`` also gets the
+``names`` of the parameters, in the whole model, and the run's ``seed``.
 """
 
 
@@ -45,11 +47,13 @@ class OptimizerSpec(ABC):
     free_settings: tuple[str, ...] = ()
     """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]
-    """Names (in torch and checkpoints) of its float32 states, each with its parameter's shape."""
+    """Names, in torch and in checkpoints, of its state tensors of a parameter's shape."""
     matrix_states: tuple[str, ...] = ()
     """The same for weights that it takes whole (``takes_whole``)."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
+    rounds_states: bool = False
+    """True if it can store its states in fewer bits (``exp_avg_dtype``)."""
     whole_matrices: bool = False
     """True if a step needs whole matrices instead of shards; ``build`` then gets ``ranks``."""
 
@@ -61,20 +65,14 @@ class OptimizerSpec(ABC):
         """Return the names of a weight's state tensors of its shape."""
         return self.matrix_states if self.takes_whole(config, weight) else self.states
 
-    def state_bytes(self, config: Any, weights: Sequence[Weight]) -> float:
-        """Return the bytes of state per element of ``weights``, on the device or offloaded."""
-        num_bytes = 0
-        elements = 0
-        for weight in weights:
-            count = weight.parameter.numel()
-            num_bytes += 4 * len(self.states_of(config, weight)) * count
-            elements += count
-        return num_bytes / max(1, elements)
+    def state_bytes(self, config: Any, weight: Weight | None = None) -> float:
+        """Return the bytes of state per element of a weight, on the device or in host memory.
 
-    @property
-    def max_state_bytes(self) -> int:
-        """Upper bound on ``state_bytes``."""
-        return 4 * max(len(self.states), len(self.matrix_states))
+        Without a weight, an upper bound for all weights. By default states are float32.
+        """
+        if weight is None:
+            return 4.0 * max(len(self.states), len(self.matrix_states))
+        return 4.0 * len(self.states_of(config, weight))
 
     @property
     def setting_names(self) -> tuple[str, ...]:
@@ -135,6 +133,10 @@ class OptimizerSpec(ABC):
                 "optimizer_cpu_offload is set, but device is cpu, so the optimizer's state is in "
                 "host memory anyway; leave out --optimizer-cpu-offload, or use --device cuda"
             )
+
+    def conversion(self) -> Conversion | None:
+        """Return what converts a checkpoint's states to those of the run, if formats may differ."""
+        return None
 
     def require_available(self, config: Any) -> None:  # noqa: B027
         """Raise UserError, with the reason and the fix, if the optimizer's kernel is missing."""

@@ -37,9 +37,9 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     clip_grad: float = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down. 0 disables clipping."""
     optimizer_cpu_offload: bool = False
-    """Keep the optimizer's state, 8 bytes per parameter for Adam, in host memory. A step copies it
-    to the device and back in pieces, which takes time but does not change the result
-    (docs/concepts/memory.md)."""
+    """Keep the optimizer's state, 8 bytes per parameter for Adam with fp32 moments, in host memory.
+    A step copies it to the device and back in pieces, which takes time but does not change the
+    result (docs/concepts/memory.md)."""
 
     def __post_init__(self) -> None:
         ScheduleConfig.__post_init__(self)
@@ -71,6 +71,7 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
 def build_optimizer(
     config: OptimizerConfig,
     *parts: nn.Module,
+    seed: int = 0,
     portable: bool = False,
     mesh: Mesh | None = None,
 ) -> torch.optim.Optimizer:
@@ -79,12 +80,18 @@ def build_optimizer(
     Collective if the optimizer needs whole matrices.
 
     Args:
+        seed: the run's, for random rounding.
         portable: avoid kernels that may be missing on the machine of a rehearsal (a simulated run).
         mesh: the run's mesh; None if this process holds all parameters whole.
     """
     spec = config.spec
     ranks = mesh.stage_group if mesh is not None and spec.whole_matrices else None
-    groups: list[dict[str, Any]] = spec.groups(config, trained_weights(*parts))
+    weights = trained_weights(*parts)
+    name_of = {weight.parameter: weight.name for weight in weights}
+    groups: list[dict[str, Any]] = spec.groups(config, weights)
+    for group in groups:
+        group["names"] = [name_of[parameter] for parameter in group["params"]]
+        group["seed"] = seed
     return spec.build(config, groups, portable=portable, ranks=ranks)
 
 
@@ -101,6 +108,13 @@ def trained_weights(*parts: nn.Module) -> list[Weight]:
 @lru_cache(maxsize=64)
 def average_state_bytes(config: OptimizerConfig, model: Any) -> float:
     """Return the bytes of state per trained parameter of a model, given its configuration."""
-    if not config.spec.matrix_states:
-        return config.spec.max_state_bytes
-    return config.spec.state_bytes(config, trained_weights(meta_model(model)))
+    spec = config.spec
+    if not spec.matrix_states:
+        return spec.state_bytes(config)
+    num_bytes = 0.0
+    elements = 0
+    for weight in trained_weights(meta_model(model)):
+        count = weight.parameter.numel()
+        num_bytes += spec.state_bytes(config, weight) * count
+        elements += count
+    return num_bytes / max(1, elements)

@@ -12,7 +12,7 @@ below order the streams:
   whatever follows the step.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,133 +21,99 @@ from parallel import offload
 from parallel.data import to_local
 from parallel.offload import HostCopies, Slabs
 from runtime.simulation import allocates
+from train.optimizers import pieces
+from train.optimizers.moment_formats import Float32, zeros
+from train.optimizers.pieces import ParameterPiece, PiecewiseAdamW
 
 PIECE = 1 << 24
-"""Number of elements of a parameter that are updated at once.
+"""Number of elements of a parameter that are updated at once if moments are in float32.
 
-Both moments of two pieces take 256 MiB on the device in float32. One copy moves one moment of a
-piece, 64 MiB, which is large enough for a bus to reach its full rate.
+Both moments of two pieces take 256 MiB on the device. One copy moves one moment of a piece, 64 MiB,
+which is large enough for a bus to reach its full rate.
 """
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ParameterPiece(NamedTuple):
-    """Consecutive elements of this rank's shard of a parameter, each a view ``[n]``.
+class HostAdamW(PiecewiseAdamW):
+    """A fused AdamW with its moments in host memory; its results equal those on the device.
 
-    The moments are in host memory.
-    """
-
-    group: dict[str, Any]
-    step: Tensor
-    weight: Tensor
-    gradient: Tensor
-    moments: tuple[Tensor, ...]
-
-
-class HostAdamW(torch.optim.AdamW):
-    """A fused AdamW with its moments in host memory; its results equal torch's to the bit.
-
-    For a GPU the memory is pinned. A step moves 8 bytes each way for every parameter of this rank,
-    and takes as long as the slower direction.
+    For a GPU the memory is pinned. A step moves 8 bytes each way for every parameter of this rank
+    with moments in float32, and takes as long as the slower direction.
     """
 
     _copies: HostCopies | None = None
     _slabs: Slabs | None = None
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; unlike AdamW's, it takes no closure."""
-        trained = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    trained.append((group, p))
-        if not trained:
-            return
-
+    def _zeros(self, parameter: Tensor, dtype: torch.dtype, columns: int | None) -> Tensor:
         self._slabs = self._slabs or Slabs()
-        for _, p in trained:
-            if not self.state[p]:
-                moments = {name: on_host(p, self._slabs) for name in MOMENTS}
-                self.state[p] = {"step": torch.zeros((), device=p.device)} | moments
-        torch._foreach_add_([self.state[p]["step"] for _, p in trained], 1)
+        return on_host(parameter, self._slabs, dtype, columns)
 
-        pieces = []
-        for group, p in trained:
-            state = self.state[p]
-            tensors = [p, p.grad] + [state[name] for name in MOMENTS]
-            views = [to_local(x).view(-1).split(PIECE) for x in tensors]
-            for weight, gradient, *piece_moments in zip(*views, strict=True):
-                if weight.numel():
-                    pieces.append(
-                        ParameterPiece(group, state["step"], weight, gradient, tuple(piece_moments))
-                    )
-        if pieces:
-            self._update(pieces)
+    def _piece_length(self) -> int:
+        plain = all(isinstance(moment_format, Float32) for moment_format in self.formats.values())
+        return PIECE if plain else pieces.PIECE
 
     def _update(self, pieces: list[ParameterPiece]) -> None:
         device = pieces[0].weight.device
         self._copies = copies = self._copies or HostCopies(device)
         compute = copies.compute
 
-        # Two buffers for each moment: one is filled while the other is updated.
-        largest = max(x.nbytes for piece in pieces for x in piece.moments)
+        # Two buffers for each stored tensor: one is filled while the other is updated.
+        largest: list[int] = []
+        for piece in pieces:
+            sizes = [tensor.nbytes for tensor in piece.stored]
+            largest += [0] * (len(sizes) - len(largest))
+            for number, size in enumerate(sizes):
+                largest[number] = max(largest[number], size)
         buffers: list[list[Tensor]] = []
         for _ in range(2):
             buffers.append(
-                [torch.empty(largest, dtype=torch.uint8, device=device) for _ in MOMENTS]
+                [torch.empty(size, dtype=torch.uint8, device=device) for size in largest]
             )
-        # The event after which each pair of buffers may be overwritten.
+        # The event after which each set of buffers may be overwritten.
         free: list[Any] = [compute.record_event(), None]
 
         def copy_in(number: int) -> tuple[list[Tensor], Any]:
             """Start to copy a piece's moments to the device; return the copies and their event."""
-            moments = pieces[number].moments
+            stored = pieces[number].stored
             on_device = []
-            for buffer, x in zip(buffers[number % 2], moments, strict=True):
+            for buffer, x in zip(buffers[number % 2], stored, strict=False):
                 on_device.append(buffer[: x.nbytes].view(x.dtype))
-            pairs = zip(on_device, moments, strict=True)
+            pairs = zip(on_device, stored, strict=True)
             return on_device, copies.back(pairs, after=free[number % 2])
 
         following = copy_in(0)
         for number, piece in enumerate(pieces):
-            moments, arrived = following
+            stored, arrived = following
             if number + 1 < len(pieces):
                 following = copy_in(number + 1)
             compute.wait_event(arrived)
-            beta1, beta2 = piece.group["betas"]
-            torch._fused_adamw_(  # the kernel of ``torch.optim.AdamW(fused=True)``
-                [piece.weight],
-                [piece.gradient],
-                [moments[0]],
-                [moments[1]],
-                [],
-                [piece.step],
-                amsgrad=False,
-                lr=piece.group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=piece.group["weight_decay"],
-                eps=piece.group["eps"],
-                maximize=False,
-            )
-            free[number % 2] = copies.out(zip(piece.moments, moments, strict=True))
+            self._apply(piece, stored)
+            free[number % 2] = copies.out(zip(piece.stored, stored, strict=True))
 
         for event in free[: len(pieces)]:
             compute.wait_event(event)
 
 
 @allocates(offload.MOMENTS)
-def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
-    """Return zeros in host memory, sharded like the parameter; cut from ``slabs`` for a GPU."""
+def on_host(
+    parameter: Tensor, slabs: Slabs, dtype: torch.dtype = torch.float32, columns: int | None = None
+) -> Tensor:
+    """Return zeros in host memory, sharded like the parameter; cut from ``slabs`` for a GPU.
+
+    Their shape is the parameter's, or ``[rows, columns]``.
+    """
     if parameter.device.type == "cpu":
-        return torch.zeros_like(parameter, device="cpu")
-    return cut(parameter, slabs)
+        return zeros(parameter, dtype, columns)
+    return cut(parameter, slabs, dtype, columns)
 
 
-def cut(parameter: Tensor, slabs: Slabs) -> Tensor:
+def cut(
+    parameter: Tensor, slabs: Slabs, dtype: torch.dtype = torch.float32, columns: int | None = None
+) -> Tensor:
     """Return zeros like a parameter, in memory cut from ``slabs`` (large host buffers)."""
-    moment = torch.empty_like(parameter, device="cpu")
+    like = parameter
+    if columns is not None:
+        like = zeros(parameter, dtype, columns)
+    moment = torch.empty_like(like, dtype=dtype, device="cpu")
     shard = to_local(moment)
     if shard.numel():
         memory = slabs.empty(shard.nbytes, pinned=parameter.device.type != "cpu")

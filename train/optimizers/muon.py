@@ -26,7 +26,7 @@ from runtime.errors import require
 from train.config.flags import ConfigError
 from train.optimizers.adamw import AdamSettings
 from train.optimizers.base import Group, OptimizerSpec, Weight
-from train.optimizers.host import MOMENTS
+from train.optimizers.moment_formats import MOMENTS
 
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
 MatmulPrecision = Literal["high", "low"]
@@ -252,3 +252,9 @@ class MuonSpec(OptimizerSpec):
                 f"optimizer_backend is {config.optimizer_backend}, but optimizer is muon, which "
                 "steps by torch's kernels; leave out --optimizer-backend"
             )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(config, name) != "fp32":
+                raise ConfigError(
+                    f"{name} is {getattr(config, name)}, but optimizer is muon, whose states are "
+                    f"fp32; leave out --{name.replace('_', '-')}, or give --optimizer adam"
+                )

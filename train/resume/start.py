@@ -87,8 +87,17 @@ class Start:
         more_tensors = None
         if ema is not None and self.averaged is not None:
             more_tensors = {"ema": ema.weights}
-        load_checkpoint(path, parts, optimizer, self.architecture, sections=more_tensors)
-        return _notes_on_averages(self.averaged, ema)
+        conversion = self.optimizer.spec.conversion()
+        load_checkpoint(
+            path,
+            parts,
+            optimizer,
+            self.architecture,
+            sections=more_tensors,
+            conversion=conversion,
+        )
+        notes = [] if conversion is None else conversion.notes()
+        return notes + _notes_on_averages(self.averaged, ema)
 
     def _load_hugging_face(self, path: Path, parts: Sequence[nn.Module]) -> list[str]:
         """Load the weights of a Hugging Face folder; each rank reads one whole tensor at a time."""

@@ -57,7 +57,7 @@ def test_an_optimizer_has_the_state_that_it_states(name):
         assert tensors == set(OPTIMIZERS[name].states)
         assert (
             sum(state[key].nbytes for key in tensors)
-            == OPTIMIZERS[name].max_state_bytes * parameter.numel()
+            == OPTIMIZERS[name].state_bytes(OptimizerConfig(optimizer=name)) * parameter.numel()
         )
         others = [value for key, value in state.items() if key not in tensors]
         assert all(value.numel() == 1 for value in others), (

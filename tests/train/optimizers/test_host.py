@@ -17,7 +17,8 @@ from train.checkpoint.manifest import checkpoint_folder
 from train.checkpoint.tensors import tensors_of
 from train.optimizers import host
 from train.optimizers.config import OptimizerConfig, build_optimizer
-from train.optimizers.host import MOMENTS, HostAdamW
+from train.optimizers.host import HostAdamW
+from train.optimizers.moment_formats import MOMENTS
 
 SIZES = ((33, 7), (7,), (50, 40), (3,), (0,), (64,))
 

@@ -191,7 +191,7 @@ def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others():
         num_bytes += sum(state[name].nbytes for name in names)
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert average_state_bytes(config, TINY) == num_bytes / elements
-    assert 4 < num_bytes / elements < config.spec.max_state_bytes == 8
+    assert 4 < num_bytes / elements < config.spec.state_bytes(config) == 8
 
 
 def test_a_rate_of_0_changes_the_state_alone_and_needs_no_other_rank(monkeypatch):

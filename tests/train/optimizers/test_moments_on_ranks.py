@@ -1,0 +1,247 @@
+"""Moments in 16 and 8 bits on several ranks: equal to one process, in checkpoints, in a run."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from parallel.data import DataParallelConfig, local_shard, to_local
+from parallel.mesh import distributed_mesh
+from runtime.ranks import run_ranks
+from tests.parallel.split import build, config, mesh_config, plain
+from tests.pretraining import curve, flags_of, on_rank
+from tests.train.optimizers.test_moments import differing, settings, state_bits, stepped
+from train.checkpoint.api import load_checkpoint, save_checkpoint
+from train.checkpoint.manifest import checkpoint_folder
+from train.optimizers.adamw import FORMATS
+from train.optimizers.config import build_optimizer
+from train.optimizers.moment_formats import MOMENTS, SCALE
+
+# Meshes
+
+SMALL = {"num_layers": 1, "hidden_size": 24, "ffn_hidden_size": 32}
+BLOCKS = {"num_layers": 1, "hidden_size": 512, "ffn_hidden_size": 512}
+MESHES = [
+    ("zero1", 1, 1),
+    ("zero2", 1, 1),
+    ("zero3", 1, 1),
+    ("ddp", 1, 1),
+    ("legacy_ddp", 1, 1),
+    ("zero1", 1, 2),
+    ("zero3", 2, 1),
+    ("ddp", 2, 1),
+]
+"""Strategy, tensor-parallel ranks, copies of the state. 37 entries are uneven over all ranks."""
+
+
+@cache
+def in_one_process(mix, sizes):
+    module = plain(config(**dict(sizes)))
+    return stepped(module, build_optimizer(settings(*mix), module, seed=5))
+
+
+def shard_of(whole, sharded):
+    """The bits of this rank's shard of a whole tensor."""
+    _, slices = local_shard(sharded)
+    return whole[slices].contiguous().reshape(-1).view(torch.uint8)
+
+
+def differences_of(module, optimizer, dtype, sizes):
+    """Names of this rank's tensors that differ from those of one process."""
+    mix = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    whole, whole_optimizer = in_one_process(mix, tuple(sizes.items()))
+    sources = dict(whole.named_parameters())
+    expected = {}
+    for name, parameter in module.named_parameters():
+        expected[name] = shard_of(sources[name].detach(), parameter)
+        for key, value in optimizer.state[parameter].items():
+            whole_value = whole_optimizer.state[sources[name]][key]
+            expected[f"{name}/{key}"] = shard_of(whole_value, value)
+    return differing(state_bits(module, optimizer), expected)
+
+
+def differences(rank, world_size, cases):
+    """Names of tensors that differ from one process, a list for each case."""
+    results = []
+    for mix, sizes, (strategy, tp, copies) in cases:
+        with distributed_mesh(mesh_config(tp)) as mesh:
+            data_parallel = DataParallelConfig(
+                data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies
+            )
+            module, _ = build(mesh, config(**sizes), data_parallel=data_parallel)
+            optimizer = build_optimizer(settings(*mix), module, seed=5)
+            stepped(module, optimizer)
+            results.append(differences_of(module, optimizer, mix, sizes))
+    return results
+
+
+def test_moments_and_weights_on_two_ranks_are_those_of_one_process_to_the_bit():
+    cases = [(("bf16", "bf16"), SMALL, mesh) for mesh in MESHES[2:7:2]]
+    cases += [(("fp32", "bf16"), SMALL, ("zero2", 1, 1))]
+    cases += [(("fp8", "fp8"), BLOCKS, ("zero3", 1, 1)), (("int8", "int8"), BLOCKS, ("ddp", 2, 1))]
+    for results in run_ranks(differences, 2, cases):
+        assert results == [[]] * len(cases)
+
+
+@pytest.mark.slow
+def test_moments_and_weights_on_four_ranks_are_those_of_one_process_to_the_bit():
+    cases = [(("bf16", "bf16"), SMALL, mesh) for mesh in MESHES]
+    cases += [(("int8", "int8"), BLOCKS, mesh) for mesh in MESHES]
+    for results in run_ranks(differences, 4, cases):
+        assert results == [[]] * len(cases)
+
+
+# Checkpoints
+
+
+NARROW = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256}
+"""Blocks of 128 become blocks of 64 where two ranks share a row."""
+EXACT = [
+    ("bf16", SMALL, ("zero3", 1), "bf16", ("legacy_ddp", 1)),
+    ("int8", BLOCKS, ("zero3", 1), "int8", ("zero3", 2)),
+    ("bf16", SMALL, ("zero3", 1), "bf16", ("zero3", 1)),
+    ("int8", BLOCKS, ("zero3", 1), "int8", ("zero1", 1)),
+    ("fp8", BLOCKS, ("zero3", 2), "fp8", ("zero3", 1)),
+]
+"""Format, sizes and mesh of a save; format and mesh of a load."""
+WIDER = [
+    ("int8", NARROW, ("zero3", 2), "fp32", ("zero3", 1)),
+    ("bf16", SMALL, ("zero3", 1), "fp32", ("ddp", 2)),
+    ("int8", BLOCKS, ("zero3", 1), "fp32", ("zero3", 2)),
+]
+"""Loads that note another format, and lose nothing."""
+ROUNDED = [
+    ("fp32", SMALL, ("zero3", 1), "bf16", ("zero3", 1)),
+    ("int8", NARROW, ("zero3", 1), "int8", ("zero3", 2)),
+]
+
+
+def saved_and_loaded(rank, world_size, folder, cases):
+    """Save after two steps and load, on another mesh or in another format.
+
+    Return for each case the largest error of a moment, the notes, and the tensors that differ from
+    one process after a third step.
+    """
+    results = []
+    for number, (saved, sizes, start, loaded, end) in enumerate(cases):
+        path = folder / str(number)
+        with distributed_mesh(mesh_config(start[1])) as mesh:
+            module, optimizer = begun(mesh, saved, sizes, start[0])
+            stepped(module, optimizer, 2)
+            save_checkpoint(path, 1, module, optimizer, architecture={}, extra={})
+            moments = float_moments(module, optimizer)
+        with distributed_mesh(mesh_config(end[1])) as mesh:
+            module, optimizer = begun(mesh, loaded, sizes, end[0])
+            conversion = settings(loaded).spec.conversion()
+            load_checkpoint(
+                checkpoint_folder(path, 1), module, optimizer, {}, conversion=conversion
+            )
+            errors = []
+            for name, value in float_moments(module, optimizer).items():
+                errors.append(((value - moments[name]).norm() / moments[name].norm()).item())
+            notes = conversion.notes()
+            different = []
+            if not notes:
+                stepped(module, optimizer, 1, start=2)
+                different = differences_of(module, optimizer, saved, sizes)
+        results.append((max(errors), notes, different))
+    return results
+
+
+def begun(mesh, dtype, sizes, strategy):
+    data_parallel = DataParallelConfig(data_parallel_sharding_strategy=strategy)
+    module, _ = build(mesh, config(**sizes), data_parallel=data_parallel)
+    return module, build_optimizer(settings(dtype), module, seed=5)
+
+
+def float_moments(module, optimizer):
+    """The moments, whole, as float32."""
+    moments = {}
+    for name, parameter in module.named_parameters():
+        state = optimizer.state[parameter]
+        for moment in MOMENTS:
+            stored = [to_local(state[moment]).view(-1)]
+            dtype = stored[0].dtype
+            moment_format = next(kind() for kind in FORMATS.values() if kind.dtype == dtype)
+            if moment + SCALE in state:
+                stored.append(to_local(state[moment + SCALE]).view(-1))
+            local = to_local(parameter)
+            values = torch.zeros_like(local)
+            if local.numel():
+                values = moment_format.unpack(tuple(stored), moment).view(local.shape).clone()
+            if isinstance(parameter, DTensor):
+                values = DTensor.from_local(
+                    values,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                ).full_tensor()
+            moments[f"{name}/{moment}"] = values
+    return moments
+
+
+def load_errors(folder, cases):
+    """The results of ``saved_and_loaded`` on two ranks, case by case."""
+    results = run_ranks(saved_and_loaded, 2, folder, cases)
+    assert results[0] == results[1]
+    print(*results[0], sep="\n")
+    return results[0]
+
+
+@pytest.mark.parametrize("cases", [EXACT[:2], pytest.param(EXACT[2:], marks=pytest.mark.slow)])
+def test_checkpoints_keep_the_bits_on_any_mesh(cases, tmp_path):
+    assert load_errors(tmp_path, cases) == [(0, [], [])] * len(cases)
+
+
+@pytest.mark.parametrize("cases", [WIDER[:1], pytest.param(WIDER[1:], marks=pytest.mark.slow)])
+def test_a_wider_format_loses_nothing(cases, tmp_path):
+    for error, notes, _ in load_errors(tmp_path, cases):
+        assert error == 0
+        assert len(notes) == 1
+
+
+def test_another_format_or_block_is_converted_with_a_note(tmp_path):
+    to_bf16, to_shorter_blocks = load_errors(tmp_path, ROUNDED)
+    assert 1e-4 < to_bf16[0] < 1 / 256  # half a unit in the last place
+    assert to_bf16[1] == [
+        "note: exp_avg_dtype was fp32 and is bf16, exp_avg_sq_dtype was fp32 and is bf16; "
+        "--exp-avg-dtype fp32 --exp-avg-sq-dtype fp32 keeps the moments as they are"
+    ]
+    assert 0 < to_shorter_blocks[0] < 0.02
+    assert to_shorter_blocks[1] == [
+        "note: this mesh cuts int8 moments into blocks of other lengths than the checkpoint's, so "
+        "they are rounded again"
+    ]
+
+
+# A run
+
+SHORT = ("--train-iters", "3", "--num-layers", "1", "--seq-length", "64")
+BF16 = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_moments_to_the_bit_and_with_others_with_a_note(
+    default_data, tmp_path
+):
+    """Two ranks, stopped after the second step; then again, with moments in float32."""
+    curves = {}
+    outputs = {}
+    for name, flags in (("whole", ()), ("stopped", ("--exit-interval", "2"))):
+        save = ("--save", str(tmp_path / name))
+        run_ranks(on_rank, 2, flags_of(default_data, *SHORT, *save, *BF16, *flags))
+    stopped = str(tmp_path / "stopped")
+    for name, dtype in (("again", BF16), ("wider", ())):
+        flags = flags_of(
+            default_data, *SHORT, "--save", str(tmp_path / name), "--load", stopped, *dtype
+        )
+        outputs[name] = run_ranks(on_rank, 2, flags)[0]
+    for name in ("whole", "again", "wider"):
+        curves[name] = curve(tmp_path / name, "iteration", "lm_loss", "grad_norm")
+    assert curves["again"][-1] == curves["whole"][-1]
+    assert "exp_avg_dtype" not in outputs["again"]
+    assert outputs["wider"].count("note: exp_avg_dtype was bf16 and is fp32") == 1
+    assert curves["wider"][-1] == curves["whole"][-1]  # the step's loss, before its update

@@ -241,7 +241,7 @@ def test_a_damaged_cache(place):
 
 
 LINES = {
-    json.dumps({f"field{n}": n for n in range(20)}): '"field7" and 12 more: give',
+    json.dumps({f"field{n}": n for n in range(20)}): '"field7" and 12 more: name',
     '{"content": "a", "meta": {"url": 1}}': 'its fields are "content", "meta": .* --json-keys',
     "true": "holds true or false, not an object",
     '{"text": 3}': 'field "text" is a number, not text',

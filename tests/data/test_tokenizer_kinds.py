@@ -123,7 +123,7 @@ TABLE = [
     (
         "a document in which the end token is also an ordinary word",
         refused(
-            words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>")
+            words, "a text contains '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>")
         ),
     ),
     (

@@ -140,7 +140,7 @@ def test_short_videos_are_refused_or_left_out_by_name(models, videos, tmp_path, 
     output = tmp_path / "clips"
     message = error(capsys, flags(videos, models, output, frames=13))
     assert "4 of 4 videos" in message
-    assert "fewer than 13 different frames at 16 a second: a.mp4 (9), b.mkv (9)" in message
+    assert "fewer than 13 different frames at 16 frames per second: a.mp4 (9), b.mkv (9)" in message
     message = error(capsys, flags(videos, models, output))
     assert "1 of 4 videos" in message
     assert "slow.mp4 (5); give fewer --frames, another --fps, or --skip-short" in message

@@ -68,7 +68,7 @@ def test_writes_a_grid_for_each_class_and_one_of_all_in_the_place_of_older_ones(
     assert "4 samples of 2 classes" in capsys.readouterr().out
     drawn(run, tmp_path, "--classes", "3")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0003.png"]
-    assert "replaced 3 pictures" in capsys.readouterr().out
+    assert "replaced 3 earlier pictures" in capsys.readouterr().out
 
 
 def test_averages_are_drawn_with_unless_told_otherwise(run, tmp_path):

@@ -87,7 +87,8 @@ def block_length(parameter: Tensor) -> int | None:
     A row is a slice of the first dimension, flattened. The length is the largest divisor of a
     rank's part of a row that is at most LONGEST_BLOCK. All ranks get the same answer.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     if parameter.ndim < 2 or parameter.numel() < SMALLEST:
         return None
@@ -96,7 +97,7 @@ def block_length(parameter: Tensor) -> int | None:
     if isinstance(parameter, DTensor):
         sizes = parameter.device_mesh.shape
         for placement, size in zip(parameter.placements, sizes, strict=True):
-            if isinstance(placement, Replicate) or placement.dim == 0:
+            if not isinstance(placement, Shard | _StridedShard) or placement.dim == 0:
                 continue
             if placement.dim > 1 or parameter.shape[1] % (parts * size):
                 return None

@@ -40,7 +40,9 @@ def test_a_bar_stands_for_two_lines():
 def test_a_word_that_is_none_is_refused(line):
     with pytest.raises(UserError, match=r"has the unknown word '.*'; use pp=N, .*, zigzag, "):
         case_of(line)
-    with pytest.raises(UserError, match="begins with 'lama', but that is not a model; use llama"):
+    with pytest.raises(
+        UserError, match="begins with 'lama', but that is not a model; use one of llama"
+    ):
         command("lama cp=2", {"llama": ""})
 
 

@@ -269,7 +269,7 @@ auto, chunked, triton
 2 --model-type transnormer --context-parallel-size 2 | context_parallel_method is striped | \
 use one of lasp, lasp2
 1 --context-parallel-method lasp | context_parallel_method is lasp | \
-model_type llama has softmax | use ring, striped
+model_type llama has softmax | use one of ring, striped
 2 --context-parallel-size 2 --delta-rule-schedule tree | delta_rule_schedule is tree | \
 model_type llama has no layers
 2 L --context-parallel-layout striped | context_parallel_layout is 'striped', but method lasp2 | \

@@ -112,8 +112,8 @@ def test_steps_are_those_of_torchs_muon_and_adamw(scale, nesterov, monkeypatch):
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     high = replace(config, muon_fp32_matmul_prec="high")
     assert update_error(trained(high), trained_by_torch(config)) < 1e-6
-    wide = (torch.float64,)
-    assert update_error(trained(high, *wide), trained_by_torch(config, *wide)) < 1e-12
+    float64 = torch.float64
+    assert update_error(trained(high, float64), trained_by_torch(config, float64)) < 1e-12
 
 
 def test_a_scale_of_the_transposed_matrix_would_be_seen(monkeypatch):

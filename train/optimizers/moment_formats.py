@@ -7,7 +7,8 @@ the whole parameter, so blocks are the same however ranks shard the rows. The sc
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,8 +95,8 @@ def block_length(parameter: Tensor) -> int | None:
     row = parameter.shape[1:].numel()
     parts = 1
     if isinstance(parameter, DTensor):
-        sizes = parameter.device_mesh.shape
-        for placement, size in zip(parameter.placements, sizes, strict=True):
+        placements: Sequence[Any] = parameter.placements
+        for placement, size in zip(placements, parameter.device_mesh.shape, strict=True):
             if isinstance(placement, Replicate) or placement.dim == 0:
                 continue
             if placement.dim > 1 or parameter.shape[1] % (parts * size):

@@ -309,7 +309,7 @@ def losses_of(dtype, *, steps=300, perturbed=False, seed=1):
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
-        starts = torch.randint(len(corpus) - 65, (16,), generator=generator)
+        starts = torch.randint(len(corpus) - 65, (8,), generator=generator)
         tokens = corpus[starts.view(-1, 1) + torch.arange(65)]  # [B, S + 1]
         loss, _ = cross_entropy_sum(module(tokens[:, :-1]), tokens[:, 1:])
         loss = loss / tokens[:, 1:].numel()
@@ -337,4 +337,7 @@ def test_losses_over_300_steps_are_near_those_of_float32():
         difference = smooth(losses) / expected - 1
         largest[name] = difference.abs().max().item()
         print(f"{name}: largest {largest[name]:.2e}, at the end {difference[-1]:+.2e}")
-    assert 0 < largest["perturbed"] < min(largest["bf16"], largest["fp8"], largest["int8"])
+    assert 0 < largest["perturbed"] < 0.006  # weights of the embedding changed by 1e-6
+    assert largest["bf16"] < 0.02
+    assert largest["fp8"] < 0.025
+    assert largest["int8"] < 0.027

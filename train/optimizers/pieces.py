@@ -111,6 +111,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
     ) -> list[ParameterPiece]:
         """Return the pieces of this rank's shard; pieces have whole blocks."""
         weight = to_local(parameter).view(-1)
+        assert parameter.grad is not None
         gradient = to_local(parameter.grad).view(-1)
         count = weight.numel()
         if not count:

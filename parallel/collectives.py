@@ -52,7 +52,7 @@ def find_difference(
     if group is None:
         return None
     device = device_of(group)
-    checksums = {name: checksum(x).to(device) for name, x in tensors.items()}
+    checksums = {name: checksum(tensors[name]).to(device) for name in sorted(tensors)}
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number in checksums.values():
         total = 31 * total + number

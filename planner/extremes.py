@@ -193,25 +193,36 @@ def changes(
     The changes are in the order of docs/tasks/long_context.md. More context-parallel processes
     replace data-parallel ones, and the global batch stays. If all levers (settings that save
     memory) are not enough, the fastest method that fits is chosen, and if there is none, the
-    fastest mesh. If nothing fits, the result is an empty list and None.
+    fastest mesh. Only if there is none either, levers are tried that change the results. If nothing
+    fits, the result is an empty list and None.
     """
-    target = _pulled(config, world_size, cluster, documents)
+    target = _pulled(config, world_size, cluster, documents, exact=True)
     if target is None:
         candidates = rank([config], world_size, cluster, lengths, settings).candidates
         if not candidates:
             meshes = list(arrangements(config, world_size))
             candidates = rank(meshes, world_size, cluster, lengths, settings).candidates
-        if not candidates:
-            return [], None
-        target = candidates[0].config
+        if candidates:
+            target = candidates[0].config
+    if target is None:
+        target = _pulled(config, world_size, cluster, documents, exact=False)
+    if target is None:
+        return [], None
     ordered = list(_ordered(config, target, world_size, cluster, documents))
     return ordered, predicted(target, world_size, cluster, documents).time
 
 
 def _pulled(
-    config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+    config: Any,
+    world_size: int,
+    cluster: Cluster,
+    documents: tuple[int, ...] | None,
+    *,
+    exact: bool,
 ) -> Any | None:
     """Return the configuration with the first levers that make it fit; None if none do.
+
+    With ``exact``, levers that change a run's results are left out.
 
     Levers that leave a tenth of the memory to an allocator are preferred.
     """
@@ -233,7 +244,7 @@ def _pulled(
                 return False
             return weigh(candidate, world_size, limited, documents).fits(limited)
 
-        for leaner in ever_leaner(config, cluster):
+        for leaner in ever_leaner(config, cluster, exact=exact):
             fitting = []
             for mesh in meshes:
                 candidate = replace(leaner, mesh=mesh.mesh, train=mesh.train)

@@ -194,10 +194,15 @@ def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[
         yield leaner
 
 
-def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration, then copies in which one more lever saves memory each time."""
+def ever_leaner(config: AnyConfig, cluster: Cluster, *, exact: bool = True) -> Iterator[AnyConfig]:
+    """Yield the configuration, then copies in which one more lever saves memory each time.
+
+    With ``exact``, levers that change a run's results are left out.
+    """
     yield config
     for lever in ORDER:
+        if exact and not lever.exact:
+            continue
         further = lever.further(config, cluster)
         if further:
             values = further[-1]

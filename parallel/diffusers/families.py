@@ -23,10 +23,15 @@ class Tokens:
     dim: int = 1
     ndim: int | None = None
     """Number of dimensions with which the argument has a value per token; None means any number."""
-    is_hidden: bool = False
+    is_hidden: bool = True
     """True for hidden states, which differ in each block; other arguments are the same tensor for
     all blocks, and are cut once.
     """
+
+
+def table(stream: Stream, dim: int = 1, ndim: int | None = None) -> Tokens:
+    """Return an argument that is the same tensor for all blocks, such as a rotary table."""
+    return Tokens(stream, dim, ndim, is_hidden=False)
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ class FirstImageTokens:
 Argument: TypeAlias = Tokens | TextMask | FirstImageTokens | tuple[Tokens, ...]
 """Description of a block's argument; a tuple of Tokens describes an argument that is a tuple."""
 
-IMAGE = Tokens("image", is_hidden=True)
-TEXT = Tokens("text", is_hidden=True)
-IMAGE_TABLE = Tokens("image")
+IMAGE = Tokens("image")
+TEXT = Tokens("text")
+IMAGE_TABLE = table("image")
 
 
 @dataclass(frozen=True)
@@ -107,21 +112,21 @@ CONTROLNET = "a ControlNet's residuals are added between blocks; run the model w
 WAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "control_hidden_states": IMAGE,
-    "temb": Tokens("image", ndim=4),
+    "temb": table("image", ndim=4),
     "rotary_emb": IMAGE_TABLE,
 }
 HUNYUAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "encoder_hidden_states": TEXT,
     "attention_mask": TextMask(),
-    "freqs_cis": Tokens("image", 0),
-    "image_rotary_emb": Tokens("image", 0),
+    "freqs_cis": table("image", 0),
+    "image_rotary_emb": table("image", 0),
     "num_tokens": FirstImageTokens(),
 }
 FLUX_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "encoder_hidden_states": TEXT,
-    "image_rotary_emb": Tokens("joint", 0),
+    "image_rotary_emb": table("joint", 0),
 }
 
 WAN = Family(
@@ -160,8 +165,8 @@ LTX2 = Family(
             "temb": IMAGE_TABLE,
             "temb_ca_scale_shift": IMAGE_TABLE,
             "temb_ca_gate": IMAGE_TABLE,
-            "video_rotary_emb": Tokens("image", -2),
-            "ca_video_rotary_emb": Tokens("image", -2),
+            "video_rotary_emb": table("image", -2),
+            "ca_video_rotary_emb": table("image", -2),
         }
     },
     attention=("attn1",),
@@ -184,7 +189,7 @@ HUNYUAN_VIDEO_15 = Family(
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
             "attention_mask": TextMask(ones=True),
-            "freqs_cis": Tokens("image", 0),
+            "freqs_cis": table("image", 0),
         }
     }
 )
@@ -193,7 +198,7 @@ COGVIDEOX = Family(
         "transformer_blocks": {
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
-            "image_rotary_emb": Tokens("image", 0),
+            "image_rotary_emb": table("image", 0),
         }
     },
     attention=("attn1",),
@@ -226,7 +231,7 @@ QWEN_IMAGE = Family(
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
             "encoder_hidden_states_mask": TextMask(),
-            "image_rotary_emb": (Tokens("image", 0), Tokens("text", 0)),
+            "image_rotary_emb": (table("image", 0), table("text", 0)),
             "modulate_index": IMAGE_TABLE,
         }
     },
@@ -244,7 +249,7 @@ MOCHI = Family(
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
             "encoder_attention_mask": TextMask(ones=True),
-            "image_rotary_emb": Tokens("image", 0),
+            "image_rotary_emb": table("image", 0),
         }
     },
     attention=("attn1",),

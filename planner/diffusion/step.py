@@ -144,7 +144,7 @@ class ClipStep:
         )
         seconds["recompute"] *= self.run.recomputed / len(self.traces.blocks)
         seconds["outside the blocks"] = sum(self._outside())
-        seconds["gather"] = 3 * self._gather()  # its backward pass is an all-reduce
+        seconds["gather"] = 2 * self._gather()  # forward and backward
         return {cause: float(time) for cause, time in seconds.items() if time}
 
     def forward_seconds(self) -> float:
@@ -198,12 +198,12 @@ class ClipStep:
         return num_bytes / rate
 
     def _gather(self) -> float:
-        """Return the seconds to gather the predictions of all micro-batches."""
+        """Return the seconds of the all-reduces that gather all micro-batches' predictions."""
         ranks = self.run.context
         if ranks == 1:
             return 0.0
         elements = self.run.samples * self.tokens.whole_image * self.model.out_width
-        sent = self.run.element_size * elements * (ranks - 1) / ranks
+        sent = 2 * self.run.element_size * elements * (ranks - 1) / ranks
         return self.run.micro_batches * ring_seconds(sent, ranks, self.run.tp, self.cluster)
 
 

@@ -124,8 +124,10 @@ class Adam(OptimizerSpec):
                 "leave out --optimizer-backend, or use --device cuda"
             )
 
-    def conversion(self) -> Conversion | None:
-        return MomentConversion([moment_format() for moment_format in FORMATS.values()])
+    def conversion(self, config: Any) -> Conversion | None:
+        formats = [moment_format() for moment_format in FORMATS.values()]
+        run = {name: getattr(config, f"{name}_dtype") for name in MOMENTS}
+        return MomentConversion(formats, run)
 
     def require_available(self, config: Any) -> None:
         if config.optimizer_backend == "apex":

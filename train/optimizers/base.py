@@ -134,7 +134,7 @@ class OptimizerSpec(ABC):
                 "host memory anyway; leave out --optimizer-cpu-offload, or use --device cuda"
             )
 
-    def conversion(self) -> Conversion | None:
+    def conversion(self, config: Any) -> Conversion | None:
         """Return what converts a checkpoint's states to those of the run, if formats may differ."""
         return None
 

@@ -5,14 +5,14 @@ the same blocks, they are read as they are. Otherwise they are read into tempora
 float32, and rounded to nearest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel.data import local_shard, to_local
-from train.optimizers.moment_formats import MOMENTS, SCALE, MomentFormat, zeros
+from train.optimizers.moment_formats import MOMENTS, SCALE, MomentFormat
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -34,7 +34,9 @@ class Pending(NamedTuple):
 class MomentConversion:
     """Converts the moments of a checkpoint; a ``train.checkpoint.api.Conversion``."""
 
-    def __init__(self, formats: Iterable[MomentFormat]) -> None:
+    def __init__(self, formats: Iterable[MomentFormat], run: Mapping[str, str]) -> None:
+        """Take all formats, and the names of the run's, keyed by moment."""
+        self._run = run
         self._format_of = {moment_format.dtype: moment_format for moment_format in formats}
         self._pending: list[Pending] = []
         self._changes: set[tuple[str, str, str]] = set()
@@ -58,10 +60,10 @@ class MomentConversion:
             if dtype == live.dtype and scale_shape == live_shape:
                 continue
 
-            to_read[name] = zeros(live, dtype)
+            to_read[name] = torch.empty_like(live, dtype=dtype, device="cpu")
             to_read.pop(name + SCALE, None)
             if scale_shape is not None:
-                to_read[name + SCALE] = torch.zeros(scale_shape, device=live.device)
+                to_read[name + SCALE] = torch.zeros(scale_shape)
             pending = Pending(
                 moment,
                 self._format_of[dtype],
@@ -71,8 +73,7 @@ class MomentConversion:
                 live_scales,
             )
             self._pending.append(pending)
-            live_format = self._format_of[live.dtype]
-            self._changes.add((moment, pending.stored_format.name, live_format.name))
+            self._changes.add((moment, pending.stored_format.name, self._run[moment]))
         return to_read
 
     @torch.no_grad()
@@ -85,9 +86,9 @@ class MomentConversion:
                 continue
             if pending.stored_scales is not None:
                 stored.append(_scale_of_elements(pending.stored, pending.stored_scales))
-            values = pending.stored_format.unpack(tuple(_flat(stored)), pending.moment)
-
             live = [to_local(pending.live)]
+            stored = [tensor.to(live[0].device) for tensor in stored]
+            values = pending.stored_format.unpack(tuple(_flat(stored)), pending.moment)
             if pending.live_scales is not None:
                 live.append(to_local(pending.live_scales))
             live_format = self._format_of[pending.live.dtype]
@@ -112,7 +113,7 @@ class MomentConversion:
         for name in sorted(reblocked):
             notes.append(
                 f"note: this mesh cuts {name} moments into blocks of other lengths than the "
-                "checkpoint's, so they are rounded again"
+                "checkpoint's, or has none for some parameters, so they are converted"
             )
         return notes
 

@@ -12,7 +12,7 @@ on one rank. Its five steps of a quintic polynomial map singular values to betwe
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 from model.parts.lora import is_adapter
 from parallel.data import to_local
 from parallel.matrices import WholeMatrices
-from runtime.errors import require
+from runtime.errors import UserError, require
 from train.config.flags import ConfigError
 from train.optimizers.adamw import AdamSettings
 from train.optimizers.base import Group, OptimizerSpec, Weight
@@ -68,6 +68,12 @@ class MuonSettings(AdamSettings):
         steps = self.muon_num_ns_steps
         must = f"it must be from 1 to {MAX_STEPS}"
         require(self, 1 <= steps <= MAX_STEPS, "muon_num_ns_steps", must)
+        for name, choices in (
+            ("muon_scale_mode", get_args(ScaleMode)),
+            ("muon_fp32_matmul_prec", get_args(MatmulPrecision)),
+        ):
+            value = getattr(self, name)
+            require(self, value in choices, name, f"it must be one of {', '.join(choices)}")
         factor = self.muon_extra_scale_factor
         require(self, factor > 0, "muon_extra_scale_factor", "it must be above 0")
 
@@ -228,6 +234,11 @@ class MuonSpec(OptimizerSpec):
         """Return the groups of the matrices, and of the other weights as with AdamW."""
         matrices = [weight for weight in weights if self.takes_whole(config, weight)]
         others = [weight for weight in weights if not self.takes_whole(config, weight)]
+        if not matrices and any(is_adapter(weight.name) for weight in weights):
+            raise UserError(
+                "optimizer is muon, but only adapters are trained, and AdamW would train all of "
+                "them; give --muon-lora, or --optimizer adam"
+            )
         group = {
             "params": [weight.parameter for weight in matrices],
             "weight_decay": config.weight_decay,

@@ -7,6 +7,10 @@ cut blocks from each rank's flattened shard, so that results depend on the mesh,
 another one, and leave some shards in float32 that another mesh would round; and they compile a
 kernel for every shape. tests/train/optimizers/test_moments.py compares with them.
 
+A second moment above 0 is never rounded to 0, unlike in torchao: the update divides by its square
+root, so in the steps after, in which the first moment decays, a weight would move by that moment
+over epsilon. The embeddings of tokens that are absent for some steps are such weights.
+
 With equal gradients the moments are the same to the bit on every mesh in which ranks hold whole
 rows, or parts of rows of a multiple of 256 elements. If tensor parallelism splits rows otherwise,
 blocks are shorter, and the result differs by the error of rounding.
@@ -20,6 +24,8 @@ from train.optimizers.moment_formats import MomentFormat
 
 SMALLEST_SCALE = 1e-12
 """Lower bound of a scale; it divides."""
+SMALLEST_FLOAT8 = 2.0**-9
+"""Smallest number of float8 e4m3 above 0."""
 
 
 class Float8(MomentFormat):
@@ -38,7 +44,10 @@ class Float8(MomentFormat):
     ) -> None:
         codes, scales = stored
         scales.copy_(_largest(values, scales) / torch.finfo(self.dtype).max)
-        codes.copy_(_scaled(values, scales, inverse=True))
+        scaled = _scaled(values, scales, inverse=True)
+        if moment == "exp_avg_sq":
+            scaled = torch.where(values > 0, scaled.clamp(min=SMALLEST_FLOAT8), scaled)
+        codes.copy_(scaled)
 
 
 class Int8(MomentFormat):
@@ -60,7 +69,10 @@ class Int8(MomentFormat):
         scales.copy_(_largest(values, scales))
         scaled = _scaled(values, scales, inverse=True)
         middles = self._middles(moment, codes.device)
-        codes.copy_(torch.bucketize(scaled, middles, out_int32=True, right=True))
+        numbers = torch.bucketize(scaled, middles, out_int32=True, right=True)
+        if moment == "exp_avg_sq":
+            numbers = torch.maximum(numbers, (values > 0).int())
+        codes.copy_(numbers)
 
     @kept_in_object
     def _table(self, moment: str, device: torch.device) -> Tensor:

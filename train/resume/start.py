@@ -87,7 +87,7 @@ class Start:
         more_tensors = None
         if ema is not None and self.averaged is not None:
             more_tensors = {"ema": ema.weights}
-        conversion = self.optimizer.spec.conversion()
+        conversion = self.optimizer.spec.conversion(self.optimizer)
         load_checkpoint(
             path,
             parts,

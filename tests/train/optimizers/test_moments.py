@@ -228,15 +228,33 @@ def test_steps_are_those_of_torchaos_optimizer(dtype, monkeypatch):
     # torchao keeps the moments of the odd matrix in float32
     for name in ("wide", "small", "vector"):
         difference = (module.get_parameter(name) - reference.get_parameter(name)).abs()
-        # Steps are 0.01. A value between two codes may be rounded to either, as the processor adds.
-        assert (difference < 1e-5).float().mean() > 0.999
-        assert difference.max() < 1e-3
+        # A few weights move by up to a step of 0.01: torchao rounds their second moment to 0, and a
+        # value between two codes may be rounded to either, as the processor adds.
+        assert (difference < 1e-5).float().mean() > 0.99
     state = ours.state[module.wide]
     for moment in MOMENTS:
         stored = theirs.state[reference.wide][moment]
         equal = state[moment].view(torch.uint8) == stored.codes.view(torch.uint8)
         assert equal.float().mean() > 0.999
         torch.testing.assert_close(state[moment + SCALE].view(-1), stored.scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("std", [1e-2, 1e-4])
+def test_a_weight_without_gradients_moves_no_more_than_with_float32(dtype, std):
+    """As the embeddings of tokens that are absent for some steps; bitsandbytes rounds v to 0."""
+
+    def largest_step(moments):
+        torch.manual_seed(0)
+        module = Matrices()
+        optimizer = build_optimizer(settings(moments, lr=1e-3), module)
+        for step in range(9):
+            before = module.wide.detach().clone()
+            module.wide.grad = std * torch.randn_like(module.wide) * (step == 0)
+            optimizer.step()
+        return (module.wide.detach() - before).abs().max().item()
+
+    assert largest_step(dtype) < 2 * largest_step("fp32")
 
 
 def test_blocks_divide_rows_or_moments_stay_in_float32():

@@ -133,7 +133,8 @@ def saved_and_loaded(rank, world_size, folder, cases):
             moments = float_moments(module, optimizer)
         with distributed_mesh(mesh_config(end[1])) as mesh:
             module, optimizer = begun(mesh, loaded, sizes, end[0])
-            conversion = settings(loaded).spec.conversion()
+            run = settings(loaded)
+            conversion = run.spec.conversion(run)
             load_checkpoint(
                 checkpoint_folder(path, 1), module, optimizer, {}, conversion=conversion
             )
@@ -212,8 +213,8 @@ def test_another_format_or_block_is_converted_with_a_note(tmp_path):
     ]
     assert 0 < to_shorter_blocks[0] < 0.02
     assert to_shorter_blocks[1] == [
-        "note: this mesh cuts int8 moments into blocks of other lengths than the checkpoint's, so "
-        "they are rounded again"
+        "note: this mesh cuts int8 moments into blocks of other lengths than the checkpoint's, or "
+        "has none for some parameters, so they are converted"
     ]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from model.decoder import Decoder
 from model.registry import build_model
+from runtime.errors import UserError
 from tests.model.models import FAMILY, IMAGE, KDA, model_config
 from train.config.flags import ConfigError
 from train.config.language import parse_args, validate
@@ -168,13 +169,14 @@ def muon_model(config):
 
 
 def test_adapters_are_muons_only_by_choice_and_frozen_weights_are_nobodys():
-    config = replace(TINY, lora_rank=4)
-    for choice in (False, True):
-        chosen = settings(muon_lora=choice)
-        matrices, others, vectors = build_optimizer(chosen, muon_model(config)).param_groups
-        assert [len(group["params"]) for group in (matrices, others, vectors)] == (
-            [28, 0, 0] if choice else [0, 28, 0]
-        )
+    model = muon_model(replace(TINY, lora_rank=4))
+    groups = build_optimizer(settings(muon_lora=True), model).param_groups
+    assert [len(group["params"]) for group in groups] == [28, 0, 0]
+    with pytest.raises(UserError, match=r"only adapters are trained, .* give --muon-lora"):
+        build_optimizer(settings(), model)
+    model.layers[0].mlp.up.weight.requires_grad_(True)
+    groups = build_optimizer(settings(), model).param_groups
+    assert [len(group["params"]) for group in groups] == [1, 28, 0]
 
 
 def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others():

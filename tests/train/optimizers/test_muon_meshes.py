@@ -236,6 +236,8 @@ def with_a_bad_step(rank, world_size):
 
         trainer.runner.forward_backward = forward_backward
         trainer.train()
+    assert before
+    assert before.keys() == after.keys()
     return tiny.equal(before, after), trainer.progress.skipped_iterations
 
 

@@ -120,7 +120,7 @@ def rows() -> Iterator[Row]:
     yield from rows_of_1b()
     yield Row(
         "A8",
-        "LoRA 64 of 14B image-to-video, 32,760 tokens, 1 H200, checkpointing",
+        "LoRA of rank 64, 14B image-to-video, 32,760 tokens, 1 H200, checkpointing",
         "adapters of the attention's projections, in bfloat16",
         ClipRun(
             gpus=1,
@@ -173,7 +173,7 @@ def main() -> int:
         "its forwards",
         "TFLOP/s a GPU",
         "of the step",
-        "GB a GPU: weights + activations + a block",
+        "GB per GPU: weights, gradients and optimizer + activations + block or loss",
     )
     print(f"| {' | '.join(heads)} |")
     print("|" + " --- |" * len(heads))

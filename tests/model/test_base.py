@@ -117,7 +117,7 @@ def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config
     assert all(seen_mask is mask for seen_mask in masks)
     assert torch.equal(masked, model(tokens()))
     with pytest.raises(
-        UserError, match=r"mask is a object, .* no method .* set a context_parallel_method"
+        UserError, match=r"mask is a object, .* needs a method .* set a context_parallel_method"
     ):
         model(tokens(), mask=mask)
 

@@ -295,7 +295,9 @@ def undecayed(patch):
 def parts_of_the_norm(patch):
     """Each rank's part reaches the sum of squares, taken for the whole."""
     patch.setattr(
-        tensor_styles._Sum, "backward", staticmethod(lambda ctx, *gradients: (gradients[0], None))
+        tensor_styles.SumOverRanks,
+        "backward",
+        staticmethod(lambda ctx, *gradients: (gradients[0], None)),
     )
 
 

@@ -100,7 +100,7 @@ def test_calls_that_do_not_fit_are_named():
     x, weight, before, _ = inputs(8, 4)
     with pytest.raises(ValueError, match=r"x \(2, 8, 5\) and weight \(4, 4\)"):
         causal_convolution(x, weight[:4])
-    with pytest.raises(ValueError, match=r"before has shape \(2, 2, 5\).* need \(2, 3, 5\)"):
+    with pytest.raises(ValueError, match=r"before has shape \(2, 2, 5\).* must be \(2, 3, 5\)"):
         causal_convolution(x, weight, before[:, 1:])
     with pytest.raises(ValueError, match="rising from 0 to the number of tokens, 8"):
         causal_convolution(x, weight, documents=(0, 9))

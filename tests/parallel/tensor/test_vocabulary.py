@@ -73,4 +73,4 @@ def of_other_shape(rank, world_size):
 
 
 def test_labels_of_another_shape_are_refused():
-    assert "labels has shape (2, 4), but logits (2, 3) x V" in run_ranks(of_other_shape, 2)[0]
+    assert "labels has shape (2, 4), but logits has (2, 3) x V" in run_ranks(of_other_shape, 2)[0]

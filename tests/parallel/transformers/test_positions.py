@@ -137,7 +137,7 @@ def test_positions_that_are_not_consecutive_are_refused():
     model.roberta.embeddings.create_position_ids_from_input_ids = lambda *inputs: scattered
     with pytest.raises(
         UserError,
-        match="RobertaForCausalLM cannot be sharded: without position_ids it computes",
+        match="RobertaForCausalLM cannot be sharded: without position_ids its positions",
     ):
         shard(model)
 

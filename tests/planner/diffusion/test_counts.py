@@ -81,7 +81,7 @@ def test_a_clip_makes_tokens(name, clip, tokens, attended):
         ("flux_dev", {"frames": 5}, "frames is 5, but FluxTransformer2DModel makes pictures"),
         ("wan2.1_14b", {"frames": 0}, "frames is 0; it must be 1 or more"),
         ("wan2.1_14b", {"text": 0}, "text is 0; it must be 1 token or more"),
-        ("wan2.1_i2v_14b", {"text": 256}, "text is 256, but diffusers takes 512"),
+        ("wan2.1_i2v_14b", {"text": 256}, "text is 256, but diffusers takes exactly 512"),
     ],
 )
 def test_sizes_that_give_no_whole_tokens_are_refused_with_the_nearest(name, sizes, message):

@@ -118,10 +118,11 @@ def markdown() -> str:
         "# Megatron-LM's flags here",
         "",
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). The",
-        "flags of Megatron-LM below do not exist here. *Accepted*: what the flag asks for holds",
-        "here anyway (if settings are named: with these), so a command line of Megatron-LM can",
-        "keep it. *Another name*: the flag is refused, and the error says what to give instead.",
-        "*Refused*: the error gives the reason. Made by `python -m train.config.pages`.",
+        "flags of Megatron-LM below do not exist here, or only for some model families.",
+        "*Accepted*: a command line of Megatron-LM can keep the flag, since what it asks for holds",
+        "here anyway. *Accepted with* a setting: this is so only with that setting. *Another",
+        "name*: the flag is refused, and the error says what to give instead. *Refused*: the error",
+        "gives the reason. Made by `python -m train.config.pages`.",
     ]
     section = ""
     for entry in entries().values():
@@ -142,8 +143,8 @@ def markdown() -> str:
         "## apex",
         "",
         "Megatron-LM uses parts of [NVIDIA's apex](https://github.com/NVIDIA/apex) if they are",
-        "installed, and prefers Transformer Engine's. Here one of them can be used, and none is",
-        "needed.",
+        "installed, but prefers the corresponding parts of Transformer Engine. Here one part of",
+        "apex can be used (`optimizers.FusedAdam`), and none is needed.",
         "",
         "| apex | here |",
         "| --- | --- |",

@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from parallel.data import DataParallelConfig, local_shard, to_local
 from parallel.mesh import distributed_mesh
 from runtime.ranks import run_ranks
 from tests.parallel.split import build, config, mesh_config, plain
+from tests.parallel.tiny import full
 from tests.pretraining import curve, flags_of, on_rank
 from tests.train.optimizers.test_moments import differing, settings, state_bits, stepped
 from train.checkpoint.api import load_checkpoint, save_checkpoint
@@ -167,20 +167,11 @@ def float_moments(module, optimizer):
             moment_format = next(kind() for kind in FORMATS.values() if kind.dtype == dtype)
             if moment + SCALE in state:
                 stored.append(to_local(state[moment + SCALE]).view(-1))
-            local = to_local(parameter)
-            values = torch.zeros_like(local)
+            values = torch.zeros_like(parameter)
+            local = to_local(values)
             if local.numel():
-                values = moment_format.unpack(tuple(stored), moment).view(local.shape).clone()
-            if isinstance(parameter, DTensor):
-                values = DTensor.from_local(
-                    values,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                ).full_tensor()
-            moments[f"{name}/{moment}"] = values
+                local.copy_(moment_format.unpack(tuple(stored), moment).view(local.shape))
+            moments[f"{name}/{moment}"] = full(values)
     return moments
 
 

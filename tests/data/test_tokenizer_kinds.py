@@ -80,7 +80,10 @@ TABLE = [
     ),
     ("a tokenizer that puts a begin token first", begun(llama_3, True)),
     ("a tokenizer that has a begin token but does not put it first", begun(smollm_2, False)),
-    ("the same with `--add-bos-token always`", begun(smollm_2, True, add_bos_token="always")),
+    (
+        "such a tokenizer with `--add-bos-token always`",
+        begun(smollm_2, True, add_bos_token="always"),
+    ),
     ("`--add-bos-token never`", begun(llama_3, False, add_bos_token="never")),
     (
         "`--add-bos-token always` without a begin token",

@@ -157,7 +157,7 @@ TOLD = {
         np.where(GREY[0, 1] == GREY, 255, GREY),
         "transparent",
     ),
-    "16-bit PNG of colours with a transparent one": (
+    "16-bit PNG of colours, one of them transparent": (
         "png",
         sixteen_bit_colours_with_a_transparent_one,
         np.where((COLOURS[0, 1] == COLOURS).all(-1, keepdims=True), 255, COLOURS),

@@ -40,15 +40,15 @@ def in_sentences(text):
 KINDS = {
     "ends": [[[*text, EOD]] for text in draw(1)],
     "no ends": [[text] for text in draw(2)],
-    "begin token that is the end token": [[[EOD, *text]] for text in draw(3)],
-    "the same token at both ends": [[[EOD, *text, EOD]] for text in draw(4)],
+    "no ends, but the end token at the beginning": [[[EOD, *text]] for text in draw(3)],
+    "the end token at the beginning and at the end": [[[EOD, *text, EOD]] for text in draw(4)],
     "sentences": [in_sentences(text) for text in draw(5)],
     "sentences and ends": [in_sentences([*text, EOD]) for text in draw(6)],
-    "sentences that some have none of": [
+    "sentences, but none in some documents": [
         in_sentences(text) if text[0] % 3 else [] for text in draw(7)
     ],
     "empty sequences": [[text if text[0] % 3 else []] for text in draw(8)],
-    "several texts in a document": [
+    "several texts with ends in a document": [
         [[*text, EOD, *text[::-1], EOD, *text]] for text in draw(9, longest=9)
     ],
     "texts without tokens": [[[EOD]] if text[0] % 3 else [[EOD, EOD, *text]] for text in draw(10)],
@@ -224,7 +224,7 @@ def test_packed_documents_are_those_of_the_index(tmp_path, kind):
 
 
 def test_a_blend_has_the_documents_of_each_of_its_files(tmp_path):
-    names = ("ends", "no ends", "the same token at both ends", "sentences")
+    names = ("ends", "no ends", "the end token at the beginning and at the end", "sentences")
     prefixes = [
         write_pair(tmp_path / str(number), KINDS[name]) for number, name in enumerate(names)
     ]

@@ -82,12 +82,12 @@ RIGHT = {
     "JSON array, .json.gz": ("a.json.gz", gzip.compress(ARRAY.encode())),
     "Parquet": ("a.parquet", lambda path: parquet(path, text=TEXTS)),
     "Parquet, .PQ, with nested columns beside the text": ("a.PQ", nested_parquet),
-    "folder that datasets saved": ("d", lambda path: dataset(path, ROWS)),
-    "folder that datasets saved with a format for some columns": (
+    "folder saved by Hugging Face's datasets": ("d", lambda path: dataset(path, ROWS)),
+    "folder saved by datasets with a format for some columns": (
         "d",
         lambda path: dataset(path, ROWS, columns=["id"]),
     ),
-    "folder that datasets saved with a format of tensors": (
+    "folder saved by datasets with a format of tensors": (
         "d",
         lambda path: dataset(path, ROWS, type="torch"),
     ),
@@ -108,7 +108,7 @@ REFUSED = {
     "table, .TSV": ("a.TSV", b"text\nhello\n", "is a table"),
     "table, .csv.gz": ("a.csv.gz", gzip.compress(b"text\nhello\n"), "is a table"),
     "table, .xlsx": ("a.xlsx", b"PK", "is a table"),
-    "shard of datasets, .arrow": ("a.arrow", b"ARROW1", "is a table"),
+    "shard of a folder saved by datasets, .arrow": ("a.arrow", b"ARROW1", "is a table"),
     "archive, .zip": ("a.zip", b"PK", "is an archive"),
     "archive, .tar.gz": ("a.tar.gz", gzip.compress(b"x"), "is an archive"),
     "text in Latin-1": ("a.txt", PLAIN.encode("latin-1"), "is not UTF-8"),
@@ -123,7 +123,7 @@ REFUSED = {
         "cannot read",
     ),
     "a file with the ending .gz that is not compressed": ("a.jsonl.gz", ENCODED, "cannot read"),
-    "object over several lines, .json": ("a.json", b'{\n "text": "a"\n}', "not an array"),
+    "one JSON object over several lines, .json": ("a.json", b'{\n "text": "a"\n}', "not an array"),
     "rows whose text is null": ("a.jsonl", b'{"text": null}\n', 'field "text" is null'),
     "rows whose text is a list": ("a.jsonl", b'{"text": ["a"]}\n', 'field "text" is a list'),
     "rows whose text is an object": (
@@ -138,7 +138,7 @@ REFUSED = {
     ),
     "rows that are not objects": ("a.jsonl", b'"a"\n', "holds a string, not an object"),
     "rows without fields": ("a.jsonl", b"{}\n", 'has no field "text"'),
-    "rows with another field": ("a.jsonl", b'{"content": "a"}\n', "--json-keys"),
+    "rows whose text is in another field": ("a.jsonl", b'{"content": "a"}\n', "--json-keys"),
 }
 
 

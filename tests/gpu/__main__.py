@@ -53,7 +53,7 @@ def environment(device: str, folder: Path) -> dict[str, Any]:
     return {"ceilings": ceilings(device, (_dtype(device),))}
 
 
-FUSED_RESIDUAL = "tests/gpu/test_attention.py"
+ATTENTION = "tests/gpu/test_attention.py"
 
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def backends(device: str, folder: Path) -> dict[str, Any]:
 
     Cases are widths, lengths, grouped heads, slices of longer tensors, and log-sum-exp.
     """
-    return tests(device, folder, FUSED_RESIDUAL, "-k", "backend")
+    return tests(device, folder, ATTENTION, "-k", "backend")
 
 
 def triton(device: str, folder: Path) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def ranks(device: str, folder: Path) -> dict[str, Any]:
 
     They are compared with one attention of the same dtype.
     """
-    return tests(device, folder, FUSED_RESIDUAL, "-k", "ranks")
+    return tests(device, folder, ATTENTION, "-k", "ranks")
 
 
 def waits(device: str, folder: Path) -> dict[str, Any]:
     """Let torch raise where a layer makes the host wait for the GPU."""
-    return tests(device, folder, FUSED_RESIDUAL, "-k", "wait")
+    return tests(device, folder, ATTENTION, "-k", "wait")
 
 
 def attention(device: str, folder: Path) -> dict[str, Any]:

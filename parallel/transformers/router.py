@@ -1,7 +1,7 @@
 """The load-balancing loss of a model's routers, from the tokens of all ranks.
 
-transformers adds this loss to that of a model with experts if ``output_router_logits`` is set (Fedus
-et al. 2021, "Switch Transformers", equations 4 to 6):
+transformers adds this loss to that of a model with experts if ``output_router_logits`` is set
+(Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
 
     E * sum over experts of (choices of the expert / rows) * (sum of its probabilities / rows)
 
@@ -52,8 +52,8 @@ class RouterLoss:
             if getattr(config, FLAG, False):
                 raise UserError(
                     f"{type(config).__name__}.{FLAG} is set, but {type(model).__name__} has no "
-                    f"{', '.join(ATTRIBUTES)}, so it computes another loss of its router than "
-                    "Mixtral, and the ranks have only that; set it to False"
+                    f"{', '.join(ATTRIBUTES)}, so it has no router's loss that the ranks can "
+                    "compute; set it to False"
                 )
 
     @property
@@ -105,7 +105,7 @@ class RouterLoss:
 
         top_k = self._model.num_experts_per_tok
         if not self._is_verified and output.aux_loss is not None:
-            self._verify(float(output.aux_loss), load_of(router_logits, top_k))
+            self._verify(float(output.aux_loss.detach()), load_of(router_logits, top_k))
         return load_of([logits[:tokens] for logits in router_logits], top_k)
 
     def _verify(self, expected: float, load: Tensor) -> None:
@@ -113,9 +113,9 @@ class RouterLoss:
         loss = float(self.share(load, load))
         if abs(loss - expected) > MAX_DIFFERENCE * abs(expected):
             raise UserError(
-                f"{type(self._model).__name__}'s router has the loss {expected:g}, but Mixtral's, "
-                f"which is the only one the ranks have, is {loss:g} for its logits; set {FLAG} to "
-                "False"
+                f"{type(self._model).__name__}'s router has the loss {expected:g}, but Mixtral's "
+                f"formula, the only one that the ranks can compute, gives {loss:g} for the same "
+                f"router_logits; set {FLAG} to False"
             )
         self._is_verified = True
 

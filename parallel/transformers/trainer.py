@@ -74,8 +74,9 @@ class ContextParallelTrainer(Base):
     """A mixin to list before ``Trainer`` that splits each sequence over a group of ranks.
 
     Losses and gradients equal those of one process with the same global batch: a sum over tokens,
-    divided by the number of tokens with a label in all groups and accumulated batches. The
-    attribute ``context_parallel`` holds the result of ``shard``.
+    divided by the number of tokens with a label in all groups and accumulated batches. A router's
+    loss is that of a batch of all groups; accumulated batches add theirs up as in transformers, or
+    average them as in TRL. The attribute ``context_parallel`` holds the result of ``shard``.
 
     Args:
         context_parallel_size: number of ranks in a group, which must divide the number of

@@ -131,7 +131,7 @@ def one_process(family, heads, micro_batches, dtype=torch.float64):
 
 
 def in_both(twin, dtype):
-    """What a twin computes in a dtype, and in float64."""
+    """A twin's loss and gradients in a dtype, and in float64."""
     return [twin(x) for x in sorted({dtype, torch.float64}, key=str)]
 
 

@@ -74,7 +74,7 @@ NODES = {
     "entry": 340,
     "model": 44870,
     "kernels": 46640,
-    "parallel": 87520,
+    "parallel": 87530,
     "data": 51920,
     "train": 70620,
     "planner": 45870,

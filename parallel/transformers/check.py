@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kernels.loss import cross_entropy_sum
 from parallel.comparison import LossTerm, Report, compare_losses
 from parallel.transformers.batch import IGNORED, Batch
+from parallel.transformers.router import RouterLoss, RouterTerm, real_tokens
 from runtime.errors import UserError
 
 
@@ -20,11 +21,13 @@ def compare(
     batch: Batch,
     group: dist.ProcessGroup | None,
     paused: Callable[[], AbstractContextManager[None]],
+    router: RouterLoss,
 ) -> Report:
     """Compute the report of ``Sharded.check``.
 
     Args:
         paused: a context in which the model uses the attention that it had before ``shard``.
+        router: the model's router's loss, which is a part of the compared loss if it is enabled.
     """
     count = (batch.whole.tokens["labels"] != IGNORED).sum()
     if not count:
@@ -32,21 +35,28 @@ def compare(
             "the batch has no labels, so there is no loss to compare; give labels to cp.batch"
         )
 
-    def loss_of(inputs: dict[str, Any], labels: Tensor) -> LossTerm:
+    def loss_of(inputs: dict[str, Any], labels: Tensor, router_term: RouterTerm) -> LossTerm:
         def loss(model: nn.Module) -> Tensor:
-            loss_sum, _ = cross_entropy_sum(model(**inputs).logits, labels)
-            return loss_sum / count
+            output = model(**inputs)
+            loss_sum, _ = cross_entropy_sum(output.logits, labels)
+            return loss_sum / count + router_term(model, output)
 
         return loss
 
-    documents = [loss_of(inputs, labels) for inputs, labels in _documents(batch)]
+    def one_process() -> list[LossTerm]:
+        documents = list(_documents(batch))
+        router_term = RouterTerm(router, [inputs for inputs, _ in documents])
+        return [loss_of(inputs, labels, router_term) for inputs, labels in documents]
+
+    local_tokens = real_tokens(batch.context)
+    local_router_term = RouterTerm(router, [batch.inputs], local_tokens, group)
     return compare_losses(
         model,
         group,
         paused,
-        sharded=[loss_of(batch.inputs, batch.labels)],
-        one_process=documents,
-        exact=documents,
+        sharded=[loss_of(batch.inputs, batch.labels, local_router_term)],
+        one_process=one_process(),
+        exact=one_process(),
     )
 
 

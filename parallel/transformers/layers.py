@@ -29,8 +29,16 @@ checkout and an installed wheel can be used in one process.
 """
 PROBED = f"{NAME}_probed"
 """Name of the attention during a probe, which also checks the layers' masks."""
-IGNORED_ARGUMENTS = {"position_ids", "is_causal", "use_cache", "cache_position"}
-"""Keyword arguments of a layer's attention to ignore, since the context makes them redundant."""
+IGNORED_ARGUMENTS = {
+    "position_ids",
+    "is_causal",
+    "use_cache",
+    "cache_position",
+    "output_router_logits",
+}
+"""Keyword arguments of a layer's attention to ignore: the context makes them redundant, or, as the
+last, they are for other modules.
+"""
 NO_BATCH = (
     "the model was called without its batch; call model(**cp.batch(...).inputs), or use "
     "cp.paused() to generate text or to call the unsharded model"

@@ -21,14 +21,12 @@ from parallel.transformers.configs import attentions, configs, restore, separate
 from parallel.transformers.draws import Draws
 from parallel.transformers.layers import CONTEXT, NAME, install
 from parallel.transformers.probe import probe
+from parallel.transformers.router import RouterLoss
 from runtime.errors import UserError
 
 REFUSED = {
     "is_encoder_decoder": (
         "the decoder attends to an encoder; context parallelism supports only models without one"
-    ),
-    "output_router_logits": (
-        "each rank would compute the router's loss from its own tokens only; set it to False"
     ),
     "layerdrop": "ranks would leave out different layers, and wait for each other; set it to 0",
     "decoder_layerdrop": (
@@ -62,6 +60,7 @@ class Sharded:
         self.model = model
         self.group = context.group
         self.world = world
+        self.router = RouterLoss(model)
         self._local_attentions = attentions(model)
         self._context_of_length = lru_cache(maxsize=16)(context.over)
         self._last: Batch | None = None
@@ -117,20 +116,43 @@ class Sharded:
         self._last = batch
         return batch
 
-    def loss(self, output: Any, batch: Batch, count: Tensor | int | None = None) -> Tensor:
+    def loss(
+        self,
+        output: Any,
+        batch: Batch,
+        count: Tensor | int | None = None,
+        router_aux_loss_coef: float | None = None,
+    ) -> Tensor:
         """Return the mean loss of all tokens with a label, equal on all ranks. Collective.
 
-        The gradients must be averaged over the ranks of ``world``, as DDP and FSDP do: their mean
-        is then exactly the gradient of this loss.
+        The router's loss is added if transformers adds it (``output_router_logits``). The gradients
+        must be averaged over the ranks of ``world``, as DDP and FSDP do: their mean is then exactly
+        the gradient of this loss.
 
         Args:
             output: output of the model, or its logits ``[1, n, V]``.
             count: number of tokens by which to divide the summed loss, by default those of this
                 batch. Give the step's number if the losses of its micro-batches should add up to
                 the mean.
+            router_aux_loss_coef: weight of the router's loss, by default the model's. Like
+                transformers, each of several micro-batches adds its whole router's loss, whatever
+                ``count`` is.
         """
         loss_sum, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
-        return mean_loss(loss_sum, valid, self.world, count)
+        loss = mean_loss(loss_sum, valid, self.world, count)
+        if not self.router.is_in(output):
+            return loss
+        if router_aux_loss_coef is None:
+            router_aux_loss_coef = self.router.coefficient
+        return loss + router_aux_loss_coef * self.router_loss(output, batch).to(loss.dtype)
+
+    def router_loss(self, output: Any, batch: Batch) -> Tensor:
+        """Return the router's loss of all ranks' tokens, without its weight. Collective.
+
+        It is the ``aux_loss`` of transformers for the whole batch, in float64; the one in the
+        output is that of this rank's tokens only.
+        """
+        return self.router.loss(output, batch, self.world)
 
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Gather every rank's ``[1, n, ...]`` to ``[B, T, ...]``, 0 in padding; no gradient.
@@ -167,7 +189,7 @@ class Sharded:
                 "the model uses its own attention within paused(), so the ranks do not share its "
                 "sequences; call check outside paused()"
             )
-        return compare(model, batch, self.group, self.paused)
+        return compare(model, batch, self.group, self.paused, self.router)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kernels.loss import cross_entropy_sum
 from parallel.transformers.batch import IGNORED, pack
+from parallel.transformers.router import real_tokens, trainer_coefficient
 from parallel.transformers.shard import shard
 from runtime.errors import UserError
 
@@ -73,8 +74,9 @@ class ContextParallelTrainer(Base):
     """A mixin to list before ``Trainer`` that splits each sequence over a group of ranks.
 
     Losses and gradients equal those of one process with the same global batch: a sum over tokens,
-    divided by the number of tokens with a label in all groups and accumulated batches. The
-    attribute ``context_parallel`` holds the result of ``shard``.
+    divided by the number of tokens with a label in all groups and accumulated batches. A router's
+    loss is that of a batch of all groups; accumulated batches add theirs up as in transformers, or
+    average them as in TRL. The attribute ``context_parallel`` holds the result of ``shard``.
 
     Args:
         context_parallel_size: number of ranks in a group, which must divide the number of
@@ -203,7 +205,8 @@ class ContextParallelTrainer(Base):
         """Return the batch's share of the loss, equal on all ranks, and this rank's outputs."""
         batch = self.context_parallel.batch(**_arguments(inputs))
         output = model(**batch.inputs)
-        loss = self.context_parallel.loss(output, batch, num_items_in_batch)
+        coefficient = trainer_coefficient(self, num_items_in_batch)
+        loss = self.context_parallel.loss(output, batch, num_items_in_batch, coefficient)
         return (loss, output) if return_outputs else loss
 
     def prediction_step(
@@ -221,7 +224,11 @@ class ContextParallelTrainer(Base):
             )
         with torch.no_grad(), self.compute_loss_context_manager():
             batch = self.context_parallel.batch(**_arguments(self._prepare_inputs(inputs)))
-            loss_sum, valid = cross_entropy_sum(model(**batch.inputs).logits, batch.labels)
+            output = model(**batch.inputs)
+            loss_sum, valid = cross_entropy_sum(output.logits, batch.labels)
+            if self.context_parallel.router.is_in(output):
+                tokens = real_tokens(batch.context)
+                self._eval_load += self.context_parallel.router.load(output, tokens)
         self._eval_sums += torch.stack([loss_sum.double(), valid.double()])
         return None, None, None
 
@@ -233,8 +240,13 @@ class ContextParallelTrainer(Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate the mean loss over tokens, whatever the number of ranks and the batch size."""
+        """Evaluate the mean loss over tokens, whatever the number of ranks and the batch size.
+
+        A router's loss is that of the tokens of all batches.
+        """
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        router = self.context_parallel.router
+        self._eval_load = router.empty_load(self.args.device)
         with self._prepared_for_evaluation():
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -242,7 +254,8 @@ class ContextParallelTrainer(Base):
         if dist.is_initialized():
             dist.all_reduce(self._eval_sums)
         loss_sum, tokens = self._eval_sums.tolist()
-        output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(tokens, 1)
+        router_loss = router.evaluated(self._eval_load, trainer_coefficient(self))
+        output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(tokens, 1) + router_loss
         return output
 
     @contextmanager

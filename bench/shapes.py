@@ -124,11 +124,11 @@ class MaskedShape(AttentionShape):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute the attention by torch's SDPA, document by document; differentiable."""
         window = self.mask["window"]
-        documents = [
+        outputs = [
             sdpa(q[:, start:end], k[:, start:end], v[:, start:end], window=window)
             for start, end in pairwise(self.cu_seqlens)
         ]
-        return torch.cat(documents, 1)
+        return torch.cat(outputs, 1)
 
     def plan(self, contestant: str, size: int, **options: Any) -> Plan:
         """Return the plan of a contestant on ``size`` ranks.

@@ -134,11 +134,11 @@ def add_gradients_(
 
 @cache
 def select_backend(
-    name: str, device_type: str, dtype: torch.dtype, documents: bool = False
+    name: str, device_type: str, dtype: torch.dtype, is_packed: bool = False
 ) -> AttentionKernel:
     """Return the kernel of backend ``name`` for this device and dtype.
 
-    ``auto`` takes the fastest usable backend. With ``documents`` it skips backends that compile for
+    ``auto`` takes the fastest usable backend. With ``is_packed`` it skips backends that compile for
     each shape, since tiles then have different shapes in each micro-batch.
 
     Raises:
@@ -147,7 +147,7 @@ def select_backend(
     """
     general = SOFTMAX["aten"]
     if name == "auto":
-        backend = automatic_backend(device_type, gpu(), documents)
+        backend = automatic_backend(device_type, gpu(), is_packed)
     elif name in SOFTMAX:
         backend = SOFTMAX[name]
     else:
@@ -162,11 +162,11 @@ def select_backend(
     return backend.softmax_kernel(device_type, dtype, fallback)
 
 
-def automatic_backend(device_type: str, this_gpu: Gpu, documents: bool) -> Backend:
+def automatic_backend(device_type: str, this_gpu: Gpu, is_packed: bool) -> Backend:
     """Return the softmax attention backend that ``auto`` chooses."""
     if device_type != "cpu":
         for backend in SOFTMAX.values():
-            if backend.is_automatic(this_gpu, documents):
+            if backend.is_automatic(this_gpu, is_packed):
                 return backend
     return SOFTMAX["aten"]
 

@@ -38,7 +38,7 @@ def check(
     v: Tensor,
     log_decay: tuple[float, ...],
     state: Tensor | None = None,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> None:
     """Raise ValueError for the first argument of ``linear_attention`` that is wrong."""
     batch, length, heads, width = q.shape
@@ -61,27 +61,27 @@ def check(
                 f"the decay of head {head} is {decay} (its logarithm {rate}); a decay must be above"
                 " 0 and at most 1"
             )
-    check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
+    check_sequence(length, (batch, heads, width, v.shape[-1]), state, cu_seqlens)
 
 
 def check_sequence(
-    length: int, shape: tuple[int, ...], state: Tensor | None, documents: Sequence[int] | None
+    length: int, shape: tuple[int, ...], state: Tensor | None, cu_seqlens: Sequence[int] | None
 ) -> None:
     """Raise ValueError for a state of the wrong shape, or documents that do not cover the tokens.
 
     Args:
         length: number of tokens, T.
         shape: shape that a state must have.
-        documents: cumulative lengths, rising from 0 to T.
+        cu_seqlens: cumulative lengths, rising from 0 to T.
     """
     if state is not None and state.shape != shape:
         raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v need {shape}")
-    if documents is not None:
-        rising = all(first < second for first, second in pairwise(documents))
-        if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
+    if cu_seqlens is not None:
+        rising = all(first < second for first, second in pairwise(cu_seqlens))
+        if len(cu_seqlens) < 2 or cu_seqlens[0] != 0 or cu_seqlens[-1] != length or not rising:
             raise ValueError(
-                f"documents is {tuple(documents)}; give cumulative lengths, rising from 0 to the"
-                f" number of tokens, {length}"
+                f"cu_seqlens is {tuple(cu_seqlens)}; give cumulative lengths, rising from 0 to"
+                f" the number of tokens, {length}"
             )
 
 
@@ -180,7 +180,7 @@ def backward(
     v: Tensor,
     log_decay: Sequence[float],
     state: Tensor | None = None,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     *,
     accum_out: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,7 +192,7 @@ def backward(
     """
     state_t = None if state is None else state.mT
     dfinal_t = None if dfinal is None else dfinal.mT
-    dq, _ = scan(dout, v, k, log_decay, state_t, documents)
-    dk, _ = scan(v, dout, q, log_decay, dfinal_t, documents, reverse=True, accum_out=accum_out)
-    dv, dstate = scan(k, q, dout, log_decay, dfinal, documents, reverse=True, accum_out=accum_out)
+    dq, _ = scan(dout, v, k, log_decay, state_t, cu_seqlens)
+    dk, _ = scan(v, dout, q, log_decay, dfinal_t, cu_seqlens, reverse=True, accum_out=accum_out)
+    dv, dstate = scan(k, q, dout, log_decay, dfinal, cu_seqlens, reverse=True, accum_out=accum_out)
     return dq, dk, dv, dstate

@@ -33,12 +33,12 @@ class Chunks:
 
 
 @cached_on_device(64)  # packed documents differ in each batch
-def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
+def chunks_of(length: int, cu_seqlens: tuple[int, ...] | None, device: torch.device) -> Chunks:
     """Split documents of these cumulative lengths, or one of ``length`` tokens, into chunks."""
     starts = []
     lengths = []
     starts_document = []
-    for first, end in pairwise(documents or (0, length)):
+    for first, end in pairwise(cu_seqlens or (0, length)):
         for start in range(first, end, SCAN_CHUNK):
             starts.append(start)
             lengths.append(min(SCAN_CHUNK, end - start))
@@ -65,7 +65,7 @@ def scan(
     v: Tensor,
     log_decay: Sequence[float],
     state: Tensor | None = None,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     *,
     reverse: bool = False,
     accum_out: bool = True,
@@ -86,7 +86,8 @@ def scan(
         more can be added to it; this one always returns float32 or wider.
     """
     dtype = accum_dtype(k.dtype)
-    cu_seqlens = None if documents is None else tuple(documents)
+    if cu_seqlens is not None:
+        cu_seqlens = tuple(cu_seqlens)
     chunks = chunks_of(k.shape[1], cu_seqlens, k.device)
     rates = constants(tuple(log_decay), dtype, k.device)  # [H]
     slot = torch.arange(SCAN_CHUNK, device=k.device)  # [C]

@@ -26,7 +26,7 @@ def linear_attention(
     log_decay: Sequence[float],
     state: Tensor | None = None,
     *,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute causal linear attention; differentiable in q, k, v and state.
@@ -39,8 +39,8 @@ def linear_attention(
         log_decay: log of each head's decay, H numbers <= 0.
         state: state before the first token ``[B, H, D, E]``, default zero; only tokens of the first
             document see it.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the
-            state.
+        cu_seqlens: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets
+            the state.
         backend: as for ``kernels.linear_attention.select_linear_backend``.
 
     Returns:
@@ -51,11 +51,11 @@ def linear_attention(
         ValueError: a decay outside (0, 1], or shapes that do not match.
     """
     log_decay = tuple(log_decay)
-    linear.check(q, k, v, log_decay, state, documents)
+    linear.check(q, k, v, log_decay, state, cu_seqlens)
     name = select_linear_backend(backend, q.device.type, q.dtype)
     if name == "reference":
-        return reference.linear_attention(q, k, v, log_decay, state, documents=documents)
-    return torch.ops.longmesh.linear_attention(q, k, v, state, log_decay, documents, name)
+        return reference.linear_attention(q, k, v, log_decay, state, cu_seqlens=cu_seqlens)
+    return torch.ops.longmesh.linear_attention(q, k, v, state, log_decay, cu_seqlens, name)
 
 
 def _linear_forward(
@@ -64,10 +64,10 @@ def _linear_forward(
     v: Tensor,
     state: Tensor | None,
     log_decay: Any,
-    documents: Any,
+    cu_seqlens: Any,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    out, final = scan_of(backend)(q, k, v, log_decay, state, documents)
+    out, final = scan_of(backend)(q, k, v, log_decay, state, cu_seqlens)
     return out.to(v.dtype), final
 
 
@@ -84,16 +84,16 @@ def _linear_backward(
     v: Tensor,
     state: Any,
     log_decay: Any,
-    documents: Any,
+    cu_seqlens: Any,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    return linear.backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
+    return linear.backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, cu_seqlens)
 
 
 differentiable(
     "longmesh::linear_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? state",
-    "float[] log_decay, int[]? documents, str backend",
+    "float[] log_decay, int[]? cu_seqlens, str backend",
     *(_linear_forward, _linear_fake, _linear_backward),
 )
 
@@ -106,7 +106,7 @@ def delta_rule(
     beta: Tensor,
     state: Tensor | None = None,
     *,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule of ``kernels.delta.rule``; differentiable in all tensors.
@@ -118,8 +118,8 @@ def delta_rule(
         beta: ``[B, T, H]``, from 0 to 2.
         state: state before the first token ``[B, H, D, E]``, default zero; only the first document
             sees it.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the
-            state.
+        cu_seqlens: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets
+            the state.
         backend: as for ``kernels.delta.rule.select_delta_backend``.
 
     Returns:
@@ -129,14 +129,14 @@ def delta_rule(
         ValueError: shapes that do not match.
         UserError: the backend does not exist.
     """
-    rule.check((q, k, v, g, beta), state, documents)
+    rule.check((q, k, v, g, beta), state, cu_seqlens)
     per_channel = g.ndim == 4
     name = rule.select_delta_backend(
         backend, q.device.type, q.dtype, per_channel=per_channel, width=q.shape[-1]
     )
     if name == "reference":
-        return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
-    g = rule.gates_with_resets(g, documents)
+        return reference.delta_rule(q, k, v, g, beta, state, cu_seqlens=cu_seqlens)
+    g = rule.gates_with_resets(g, cu_seqlens)
     out, states = torch.ops.longmesh.delta_rule(q, k, v, g, beta, state, name)
     return out, states[-1]
 
@@ -172,7 +172,7 @@ differentiable(
 
 
 def causal_convolution(
-    x: Tensor, weight: Tensor, before: Tensor | None = None, documents: Sequence[int] | None = None
+    x: Tensor, weight: Tensor, before: Tensor | None = None, cu_seqlens: Sequence[int] | None = None
 ) -> Tensor:
     """Convolve each channel with its last K tokens; differentiable in all tensors.
 
@@ -184,7 +184,7 @@ def causal_convolution(
         weight: ``[C, K]``; the last entry of each row is for the token itself.
         before: the K - 1 tokens before the first, ``[B, K - 1, C]``, default zeros; only the first
             document sees them.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); no document
+        cu_seqlens: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); no document
             sees another.
 
     Returns:
@@ -201,16 +201,16 @@ def causal_convolution(
             f"before has shape {tuple(before.shape)}; with this x and weight it must be "
             f"{(batch, gap, channels)}"
         )
-    linear.check_sequence(length, (), None, documents)
+    linear.check_sequence(length, (), None, cu_seqlens)
 
-    if documents is None or len(documents) == 2:
+    if cu_seqlens is None or len(cu_seqlens) == 2:
         if before is None:
             rows = F.pad(x, (0, 0, gap, 0))  # [B, K - 1 + T, C]
         else:
             rows = torch.cat((before.to(x.dtype), x), 1)
         return convolve(rows, weight)
 
-    rows, index = convolution.spaced(x, documents, gap)
+    rows, index = convolution.spaced(x, cu_seqlens, gap)
     if before is not None:
         rows = torch.cat((before.to(x.dtype), rows[:, gap:]), 1)
     return convolve(rows, weight).index_select(1, index)

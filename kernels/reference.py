@@ -25,7 +25,7 @@ def attention(
     causal: bool,
     scale: float | None = None,
     window: tuple[int | None, int | None] = (None, None),
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax attention with all scores in memory; differentiable.
 
@@ -37,8 +37,8 @@ def attention(
         causal: query t sees keys 0..t.
         scale: factor of the scores; default 1 / sqrt(D).
         window: (behind, ahead); query t sees keys t - behind to t + ahead; None: no limit.
-        documents: cumulative lengths (0, l1, l1 + l2, ..., T); query t sees only keys of its
-            document.
+        cu_seqlens: cumulative lengths of documents (0, l1, l1 + l2, ..., T); query t sees only keys
+            of its document.
 
     Returns:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``, the log of each row's sum of exponentials.
@@ -55,10 +55,10 @@ def attention(
         visible = visible.triu(-behind)
     if ahead is not None:
         visible = visible.tril(ahead)
-    if documents is not None:
+    if cu_seqlens is not None:
         position = torch.arange(q.shape[1], device=q.device)
-        cu_seqlens = torch.tensor(documents, device=q.device)
-        document = torch.bucketize(position, cu_seqlens, right=True)  # [T]
+        document_starts = torch.tensor(cu_seqlens, device=q.device)
+        document = torch.bucketize(position, document_starts, right=True)  # [T]
         visible = visible & (document[:, None] == document)
 
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -122,7 +122,7 @@ def linear_attention(
     log_decay: Sequence[float],
     state: Tensor | None = None,
     *,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute linear attention with all scores in memory; differentiable.
 
@@ -130,7 +130,9 @@ def linear_attention(
     ``kernels.ops.linear_attention``.
     """
     length = q.shape[1]
-    cu_seqlens = torch.tensor(documents or (0, length), device=q.device)
+    if cu_seqlens is None:
+        cu_seqlens = (0, length)
+    document_ends = torch.tensor(cu_seqlens[1:], device=q.device)
     position = torch.arange(length, device=q.device)
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     rates = torch.tensor(log_decay, dtype=accum_dtype, device=q.device)  # [H]
@@ -142,7 +144,7 @@ def linear_attention(
         return exponents.exp().where(visible, 0).to(q.dtype)
 
     # A token sees itself and earlier tokens of its own document.
-    document = torch.bucketize(position, cu_seqlens[1:], right=True)  # [T]
+    document = torch.bucketize(position, document_ends, right=True)  # [T]
     distance = position[:, None] - position  # [T, S]
     visible = (distance >= 0) & (document[:, None] == document)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * decay(distance, visible)
@@ -169,7 +171,7 @@ def delta_rule(
     beta: Tensor,
     state: Tensor | None = None,
     *,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule token by token; differentiable.
 
@@ -193,7 +195,7 @@ def delta_rule(
 
     outputs = []
     for t in range(q.shape[1]):
-        if t and t in (documents or ()):
+        if t and t in (cu_seqlens or ()):
             running = torch.zeros_like(running)
         running = running * gates[:, t, :, :, None]
         current = torch.einsum("bhd,bhde->bhe", k[:, t], running)  # the value at this key

@@ -143,17 +143,18 @@ class Cluster:
         if type(self.name) is not str:
             raise ClusterError(f"name is {self.name!r}; it must be text")
 
-    def running(self, backend: str, documents: bool = False) -> "Cluster":
+    def running(self, backend: str, is_packed: bool = False) -> "Cluster":
         """Return the cluster with the attention kernel that will run, and that kernel's rate.
 
         If it is not the file's ``attention_kernel``, the file's ``public_error`` does not apply.
 
         Args:
             backend: a value of --attention-backend; ``auto`` does not choose cuDNN for packed
-                ``documents``.
+                documents.
+            is_packed: True for packed documents.
         """
         kernel = backend
-        if backend == "auto" and documents and self.attention_kernel == "cudnn":
+        if backend == "auto" and is_packed and self.attention_kernel == "cudnn":
             kernel = "aten"
         if kernel in BACKENDS:
             kernel = BACKENDS[kernel].rate_name or kernel

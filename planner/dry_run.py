@@ -124,7 +124,7 @@ def rehearsed(
     task: Build[Any],
     world_size: int,
     cluster: Cluster,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> Iterator[Rehearsal]:
     """Rehearse each rank whose work differs; each takes seconds, so progress goes to stderr.
 
@@ -148,7 +148,7 @@ def rehearsed(
                 rank,
                 world_size,
                 cluster.gpus_per_node,
-                documents,
+                cu_seqlens,
                 cluster.device,
                 progress,
             )

@@ -185,7 +185,7 @@ def changes(
     config: Any,
     world_size: int,
     cluster: Cluster,
-    documents: tuple[int, ...] | None,
+    cu_seqlens: tuple[int, ...] | None,
     lengths: tuple[int, ...] = (),
 ) -> tuple[list[Change], float | None]:
     """Return the changes that make a run fit, and the predicted seconds of a step with them.
@@ -196,7 +196,7 @@ def changes(
     fastest mesh. Only if there is none either, levers are tried that change the results. If nothing
     fits, the result is an empty list and None.
     """
-    target = _pulled(config, world_size, cluster, documents, exact=True)
+    target = _pulled(config, world_size, cluster, cu_seqlens, exact=True)
     if target is None:
         candidates = rank([config], world_size, cluster, lengths, settings).candidates
         if not candidates:
@@ -205,18 +205,18 @@ def changes(
         if candidates:
             target = candidates[0].config
     if target is None:
-        target = _pulled(config, world_size, cluster, documents, exact=False)
+        target = _pulled(config, world_size, cluster, cu_seqlens, exact=False)
     if target is None:
         return [], None
-    ordered = list(_ordered(config, target, world_size, cluster, documents))
-    return ordered, predicted(target, world_size, cluster, documents).time
+    ordered = list(_ordered(config, target, world_size, cluster, cu_seqlens))
+    return ordered, predicted(target, world_size, cluster, cu_seqlens).time
 
 
 def _pulled(
     config: Any,
     world_size: int,
     cluster: Cluster,
-    documents: tuple[int, ...] | None,
+    cu_seqlens: tuple[int, ...] | None,
     *,
     exact: bool,
 ) -> Any | None:
@@ -242,7 +242,7 @@ def _pulled(
         def fits(candidate: Any, limited: Cluster = limited) -> bool:
             if candidate == config or not suits(candidate, world_size):
                 return False
-            return weigh(candidate, world_size, limited, documents).fits(limited)
+            return weigh(candidate, world_size, limited, cu_seqlens).fits(limited)
 
         for leaner in ever_leaner(config, cluster, exact=exact):
             fitting = []
@@ -253,13 +253,13 @@ def _pulled(
             if fitting:
                 return min(
                     fitting,
-                    key=lambda config: predicted(config, world_size, cluster, documents).time,
+                    key=lambda config: predicted(config, world_size, cluster, cu_seqlens).time,
                 )
     return None
 
 
 def _ordered(
-    config: Any, target: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+    config: Any, target: Any, world_size: int, cluster: Cluster, cu_seqlens: tuple[int, ...] | None
 ) -> Iterator[Change]:
     """Yield the flags that change ``config`` into ``target``, step by step.
 
@@ -291,7 +291,7 @@ def _ordered(
         try:
             candidate = config.updated(**overrides)
             validate_sizes(candidate, world_size)
-            num_bytes = weigh(candidate, world_size, cluster, documents).device
+            num_bytes = weigh(candidate, world_size, cluster, cu_seqlens).device
         except UserError:  # these flags are valid only together with those of later steps
             continue
         yield Change(" ".join(flags), num_bytes, exact)

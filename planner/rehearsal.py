@@ -85,7 +85,7 @@ def rehearse(
     rank: int,
     world_size: int,
     per_node: int,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     device: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Rehearsal:
@@ -94,7 +94,7 @@ def rehearse(
     The configuration must be complete and valid.
 
     Args:
-        documents: cumulative lengths of a micro-batch's documents, if tokens attend only within
+        cu_seqlens: cumulative lengths of a micro-batch's documents, if tokens attend only within
             documents; by default each sample is one document.
         device: ``cuda`` or ``cpu``; by default the device of the run.
         on_progress: receives progress text.
@@ -111,7 +111,7 @@ def rehearse(
     device = device or config.mesh.device_type
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         task = build(config, mesh)
-        batch = _blank_batch(task, documents)
+        batch = _blank_batch(task, cu_seqlens)
         vocab_size = getattr(config.model, "vocab_size", None) or 0
         local_entries = -(-vocab_size // config.mesh.tensor_model_parallel_size)
         recorder = Recorder(rank, per_node, local_entries, on_progress)
@@ -136,11 +136,11 @@ def rehearse(
     return rehearsal
 
 
-def _blank_batch(task: Task[C], documents: Sequence[int] | None) -> dict[str, Tensor]:
+def _blank_batch(task: Task[C], cu_seqlens: Sequence[int] | None) -> dict[str, Tensor]:
     """Return this rank's shard of a micro-batch of zeros, with these documents."""
     blank = task.objective.blank(task.config.train.micro_batch_size)
-    if documents and "starts" in blank:
-        blank["starts"].view(-1)[list(documents[:-1])] = True
+    if cu_seqlens and "starts" in blank:
+        blank["starts"].view(-1)[list(cu_seqlens[:-1])] = True
     return task.objective.local(blank)
 
 

@@ -95,29 +95,29 @@ class MemoryEstimate(NamedTuple):
 
 
 def weigh(
-    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+    config: AnyConfig, world_size: int, cluster: Cluster, cu_seqlens: tuple[int, ...] | None
 ) -> MemoryEstimate:
     """Count the memory of a validated configuration (with method ``none`` only if cp is 1).
 
-    ``documents`` are the cumulative document lengths of a typical micro-batch, if tokens attend
+    ``cu_seqlens`` are the cumulative document lengths of a typical micro-batch, if tokens attend
     only within documents.
     """
-    inputs = cost_inputs(config, world_size, cluster, documents)
+    inputs = cost_inputs(config, world_size, cluster, cu_seqlens)
     return MemoryEstimate(config, inputs, memory_of(*inputs), pinned(*inputs))
 
 
 def predicted(
-    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
+    config: AnyConfig, world_size: int, cluster: Cluster, cu_seqlens: tuple[int, ...] | None = None
 ) -> Prediction:
     """Predict time and memory of a configuration; the arguments are those of ``weigh``.
 
     A search instead weighs all configurations, then predicts the time only of those that fit.
     """
-    return weigh(config, world_size, cluster, documents).predicted(cluster)
+    return weigh(config, world_size, cluster, cu_seqlens).predicted(cluster)
 
 
 def cost_inputs(
-    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+    config: AnyConfig, world_size: int, cluster: Cluster, cu_seqlens: tuple[int, ...] | None
 ) -> tuple[StepShape, Plan, Arrangement]:
     """Convert a configuration to the inputs of the cost model.
 
@@ -145,7 +145,7 @@ def cost_inputs(
         method = next(contexts(config, 1)).context_parallel_method
     per_node = max(1, cluster.gpus_per_node // tp)
     plan = _plan_of(
-        config.context, method, per_node, config.joined_length, cp, tp, config.causal, documents
+        config.context, method, per_node, config.joined_length, cp, tp, config.causal, cu_seqlens
     )
     return workload_of(config, arrangement.dp, cluster.device), plan, arrangement
 
@@ -159,13 +159,12 @@ def _plan_of(
     cp: int,
     tp: int,
     causal: bool,
-    documents: tuple[int, ...] | None,
+    cu_seqlens: tuple[int, ...] | None,
 ) -> Plan:
     """Return the attention's plan, which all settings of recomputation and sharding share."""
     options = context.plan_arguments(per_node)
-    return make_plan(
-        method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, documents=documents, **options
-    )
+    options["documents"] = cu_seqlens
+    return make_plan(method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, **options)
 
 
 def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
@@ -314,13 +313,13 @@ def rank(
     with Progress() as progress:
         for number, candidate in enumerate(candidates, 1):
             estimates: list[MemoryEstimate] = []
-            documents = typical_documents(candidate, lengths)
+            cu_seqlens = typical_documents(candidate, lengths)
             for configs_to_try in _ladder(candidate, world_size, cluster, vary):
                 for config in configs_to_try:
                     progress(
                         f"searching: {described(config)}, candidate {number} of {len(candidates)}"
                     )
-                    estimates.append(weigh(config, world_size, cluster, documents))
+                    estimates.append(weigh(config, world_size, cluster, cu_seqlens))
                 if any(estimate.fits(cluster) for estimate in estimates):
                     break
 

@@ -45,10 +45,10 @@ def of_the_first_tokens(rank, world_size, arguments):
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(initial_weight(model.config, name, weight.shape, config.train.seed))
-        documents = [*cumulative_lengths(batch["starts"][0][:FIRST])]
+        cu_seqlens = [*cumulative_lengths(batch["starts"][0][:FIRST])]
         tokens, labels = batch["tokens"][:, :FIRST], labels[:, :FIRST]
         want, wrong = (
-            alone(model, tokens, labels, ends) for ends in (documents, [0, FIRST // 2, FIRST])
+            alone(model, tokens, labels, ends) for ends in (cu_seqlens, [0, FIRST // 2, FIRST])
         )
         return total.item() / FIRST, want, wrong
 

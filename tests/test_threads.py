@@ -11,12 +11,12 @@ from parallel.context import METHODS, executor, make_plan
 from parallel.context.executor import Executor
 from tests import threads
 from tests.compositions import with_options
-from tests.parallel.context.attended import DOCUMENTS, Masked, error, inputs, truth
+from tests.parallel.context.attended import CU_SEQLENS, Masked, error, inputs, truth
 
 CASES = [
-    (method, {}, masked) for method in METHODS for masked in (Masked(), Masked(DOCUMENTS, (9, 0)))
+    (method, {}, masked) for method in METHODS for masked in (Masked(), Masked(CU_SEQLENS, (9, 0)))
 ]
-CASES += [(method, options, Masked(DOCUMENTS)) for method, options in with_options(4)]
+CASES += [(method, options, Masked(CU_SEQLENS)) for method, options in with_options(4)]
 
 
 def as_on_a_gpu(x, like):
@@ -68,7 +68,7 @@ def test_blocks_add_up_whatever_their_kernel_returns(dtype, bound, moves, block_
     for (method, options, masked), size in product(CASES, (1, 4)):
         if size == 1 and options:
             continue
-        mask = {"documents": masked.documents, "window": masked.window}
+        mask = {"documents": masked.cu_seqlens, "window": masked.window}
         plan = make_plan(
             method, seq_len=masked.length, size=size, backward=moves, **mask, **options
         )

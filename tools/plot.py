@@ -41,10 +41,10 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     from tools.common.layouts.figure import draw
 
     lengths = args.documents
-    documents = None
+    cu_seqlens = None
     if lengths:
         length = sum(lengths)
-        documents = (0, *accumulate(lengths))
+        cu_seqlens = (0, *accumulate(lengths))
         if args.seq_length not in (None, length):
             raise UserError(
                 f"--seq-length is {args.seq_length}, but --documents have {length} tokens; "
@@ -62,10 +62,10 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     window = None
     if args.window:
         window = (args.window, 0 if args.causal else args.window)
-    methods = args.methods or (PACKED if documents or window else PLAIN)
+    methods = args.methods or (PACKED if cu_seqlens or window else PLAIN)
     drawings = []
     for method in methods:
-        drawings.append(drawing(method, length, args.size, args.causal, documents, window))
+        drawings.append(drawing(method, length, args.size, args.causal, cu_seqlens, window))
 
     return draw(drawings)
 

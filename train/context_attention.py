@@ -131,9 +131,9 @@ def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
     if mask is None:
         return None
     plan = PLANS[mask.tensor]
-    if not plan.boundaries:
-        return None
-    return (0, *plan.boundaries, plan.padded_len)
+    if plan.boundaries:
+        return (0, *plan.boundaries, plan.padded_len)
+    return None
 
 
 def _linear_context_of(
@@ -147,7 +147,8 @@ def _linear_context_of(
     def attend_locally(
         q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None
     ) -> Tensor:
-        return linear_attention(q, k, v, log_decay, documents=_cu_seqlens(mask), backend=backend)[0]
+        cu_seqlens = _cu_seqlens(mask)
+        return linear_attention(q, k, v, log_decay, cu_seqlens=cu_seqlens, backend=backend)[0]
 
     length = config.joined_length
     if config.mesh.context_parallel_size == 1:
@@ -278,7 +279,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
         if device == "cuda":
             kernels.append(advice.describe_kernel(kernel, gpu()))
             warning = advice.warning(
-                kernel, gpu(), backend, documents=config.packed, head_dim=model.head_dim
+                kernel, gpu(), backend, is_packed=config.packed, head_dim=model.head_dim
             )
         else:
             kernels.append(kernel)

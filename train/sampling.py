@@ -256,9 +256,9 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     page = torch.full(page_shape, 255, dtype=torch.uint8)  # [height, width, C]
     for number, image in enumerate(pixels):
         row, column = divmod(number, columns)
-        top = gap + row * (height + gap)
-        left = gap + column * (width + gap)
-        page[top : top + height, left : left + width] = image.permute(1, 2, 0)
+        y0 = gap + row * (height + gap)
+        x0 = gap + column * (width + gap)
+        page[y0 : y0 + height, x0 : x0 + width] = image.permute(1, 2, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(page.squeeze(-1).numpy()).save(path)
 

@@ -100,9 +100,9 @@ def cover(image: "Image", height: int, width: int, aspect: Fraction = Fraction(1
     covering_width = max(width, int(shown_width * height / image.height))
     covering_height = max(height, int(image.height * width / shown_width))
     resized = image.resize((covering_width, covering_height), Resampling.LANCZOS)
-    left = covering_width // 2 - width // 2
-    top = covering_height // 2 - height // 2
-    return resized.crop((left, top, left + width, top + height))
+    x0 = covering_width // 2 - width // 2
+    y0 = covering_height // 2 - height // 2
+    return resized.crop((x0, y0, x0 + width, y0 + height))
 
 
 def _nearest_frames(path: Path, fps: float) -> Iterator[tuple[Any, Fraction]]:

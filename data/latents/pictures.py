@@ -72,10 +72,10 @@ class Pictures:
             ) from error
 
         side = min(upright.size)
-        left = (upright.width - side) // 2
-        top = (upright.height - side) // 2
+        x0 = (upright.width - side) // 2
+        y0 = (upright.height - side) // 2
         # Crop first: with resize(box=...) the filter would use pixels outside the square.
-        cropped = upright.crop((left, top, left + side, top + side))
+        cropped = upright.crop((x0, y0, x0 + side, y0 + side))
         resized = cropped.resize((size, size), Image.Resampling.BICUBIC)
         pixels = np.asarray(resized, dtype=np.float32)
         if pixels.ndim == 2:  # one deep channel, in which the filter may overshoot

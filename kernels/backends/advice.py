@@ -29,7 +29,7 @@ def describe_kernel(kernel: str, gpu: Gpu) -> str:
 
 
 def warning(
-    kernel: str, gpu: Gpu, requested: str = "auto", *, documents: bool = False, head_dim: int = 128
+    kernel: str, gpu: Gpu, requested: str = "auto", *, is_packed: bool = False, head_dim: int = 128
 ) -> str | None:
     """Return a warning if a faster kernel exists, or if the loaded cuDNN is too old.
 
@@ -38,7 +38,7 @@ def warning(
 
     Args:
         kernel: the backend that runs; ``requested`` is the backend named in the configuration.
-        documents: True for packed documents.
+        is_packed: True for packed documents.
         head_dim: number of channels of a head.
     """
     native = native_version(gpu)
@@ -65,7 +65,7 @@ def warning(
         fix = "leave --attention-backend out"
     elif problem is None:
         fix = newer_cudnn
-    elif documents:
+    elif is_packed:
         fix = f"packed documents do not use cuDNN: {install}"
     else:
         fix = f"{newer_cudnn}, or {install}"

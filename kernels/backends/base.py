@@ -88,10 +88,10 @@ class Backend:
         """
         return None
 
-    def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
+    def is_automatic(self, this_gpu: Gpu, is_packed: bool) -> bool:
         """Return True if ``auto`` may choose this backend for softmax attention on this GPU.
 
-        The first such backend in the table is used. With ``documents``, tiles have different shapes
+        The first such backend in the table is used. With ``is_packed``, tiles have different shapes
         in each micro-batch.
         """
         return False

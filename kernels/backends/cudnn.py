@@ -30,12 +30,12 @@ class Cudnn(GpuBackend):
     title = "cuDNN"
     shares: ClassVar[Shares] = {"hopper": 0.53, "h20": 0.8, "blackwell": 0.6}
 
-    def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
+    def is_automatic(self, this_gpu: Gpu, is_packed: bool) -> bool:
         """Return True if cuDNN is the fastest, and tiles have the same shapes in every micro-batch.
 
         cuDNN builds a graph for every new shape, forward and backward, and torch caches them all.
         """
-        return prefers_cudnn(this_gpu) and not documents
+        return prefers_cudnn(this_gpu) and not is_packed
 
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None

@@ -48,7 +48,7 @@ class FlashAttention(GpuBackend):
             )
         return None
 
-    def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
+    def is_automatic(self, this_gpu: Gpu, is_packed: bool) -> bool:
         """Return True if this FlashAttention version was written for this GPU and can run."""
         return this_gpu.capability[0] == self.native and self.problem() is None
 

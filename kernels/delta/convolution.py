@@ -38,8 +38,8 @@ def spaced(x: Tensor, cu_seqlens: Sequence[int], gap: int) -> tuple[Tensor, Tens
     skipped[list(cu_seqlens[1:-1])] = gap
     index = skipped.cumsum(0) + torch.arange(x.shape[1])
     index = index.to(x.device, non_blocking=True)
-    documents = max(1, len(cu_seqlens) - 1)
-    rows = x.new_zeros(len(x), x.shape[1] + gap * documents, x.shape[2])
+    num_documents = max(1, len(cu_seqlens) - 1)
+    rows = x.new_zeros(len(x), x.shape[1] + gap * num_documents, x.shape[2])
     return rows.index_copy(1, gap + index, x), index
 
 

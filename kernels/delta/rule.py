@@ -35,7 +35,7 @@ GPU_CHUNKS = 4096
 
 
 def check(
-    inputs: tuple[Tensor, ...], state: Tensor | None = None, documents: Sequence[int] | None = None
+    inputs: tuple[Tensor, ...], state: Tensor | None = None, cu_seqlens: Sequence[int] | None = None
 ) -> None:
     """Raise ValueError for the first argument of ``delta_rule`` that is wrong."""
     q, k, v, g, beta = inputs
@@ -64,7 +64,7 @@ def check(
             f"g has shape {tuple(g.shape)} and beta {tuple(beta.shape)}; beta must be {per_head},"
             f" and g {per_head} or {per_channel}"
         )
-    check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
+    check_sequence(length, (batch, heads, width, v.shape[-1]), state, cu_seqlens)
 
 
 def select_delta_backend(
@@ -90,12 +90,12 @@ def select_delta_backend(
     return "chunked" if refusal else backend
 
 
-def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
+def gates_with_resets(g: Tensor, cu_seqlens: Sequence[int] | None) -> Tensor:
     """Return gates with -inf at each document start after the first, which resets the state."""
-    if documents is None or len(documents) == 2:
+    if cu_seqlens is None or len(cu_seqlens) == 2:
         return g
     resets = torch.zeros(g.shape[1], dtype=torch.bool)  # [T]
-    resets[list(documents[1:-1])] = True
+    resets[list(cu_seqlens[1:-1])] = True
     resets = resets.to(g.device, non_blocking=True)
     return g.masked_fill(resets.view(-1, *[1] * (g.ndim - 2)), -math.inf)
 

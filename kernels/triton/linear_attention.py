@@ -251,21 +251,21 @@ class Segments(NamedTuple):
 
 @cached_on_device(64)  # packed documents differ from batch to batch; all layers share a step's
 def segments_of(
-    documents: tuple[int, ...], min_segments: int, chunk: int, device: torch.device
+    cu_seqlens: tuple[int, ...], min_segments: int, chunk: int, device: torch.device
 ) -> Segments:
     """Cut documents into at least ``min_segments`` segments of whole chunks, if there are enough.
 
     At most N = 2 * (min_segments + 1) of them have a state.
     """
-    chunks = [-(-(end - first) // chunk) for first, end in pairwise(documents)]
+    chunks = [-(-(end - first) // chunk) for first, end in pairwise(cu_seqlens)]
     total_chunks = sum(chunks)
     bounds: list[int] = []
     slots: list[int] = []
     lengths: list[int] = []
     starts_document: list[int] = []
-    for (first, end), count in zip(pairwise(documents), chunks, strict=True):
+    for (first, end), count in zip(pairwise(cu_seqlens), chunks, strict=True):
         parts = min(count, -(-count * min_segments // total_chunks))
-        has_state = parts > 1 or first == 0 or end == documents[-1]
+        has_state = parts > 1 or first == 0 or end == cu_seqlens[-1]
         cuts = [first + part * count // parts * chunk for part in range(parts)]
         for start, stop in pairwise([*cuts, end]):
             bounds.append(start)
@@ -274,7 +274,7 @@ def segments_of(
                 lengths.append(stop - start)
                 starts_document.append(int(start == first > 0))
 
-    bounds_table = torch.tensor([[*bounds, documents[-1]], [*slots, -1]], dtype=torch.int32)
+    bounds_table = torch.tensor([[*bounds, cu_seqlens[-1]], [*slots, -1]], dtype=torch.int32)
     steps_table = torch.tensor([[*lengths, 0], [*starts_document, 0]], dtype=torch.int32)
     return Segments(to_device(bounds_table, device), to_device(steps_table, device))
 
@@ -309,7 +309,7 @@ def scan(
     v: Tensor,
     log_decay: Sequence[float],
     state: Tensor | None = None,
-    documents: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     *,
     reverse: bool = False,
     accum_out: bool = False,
@@ -335,7 +335,7 @@ def scan(
 
     blocking = blocking_of(width, value_width, k.dtype)
     blocks = triton.cdiv(value_width, blocking.BLOCK_E)
-    cu_seqlens = tuple(documents or (0, length))
+    cu_seqlens = tuple(cu_seqlens or (0, length))
     min_segments = parts_of(batch * heads * blocks)
     bounds, steps = segments_of(cu_seqlens, min_segments, blocking.C, k.device)
     segments = bounds.shape[1] - 1

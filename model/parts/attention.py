@@ -83,10 +83,10 @@ def sdpa(
         return out.transpose(1, 2)  # [B, T, H, D]
 
     assert causal, "windows and sinks need a causal mask"
-    left = _left(window)
+    keys_before = _keys_before(window)
     blocks = []
     for start in range(0, q.shape[2], BLOCK):
-        first_key = 0 if left is None else max(0, start - left)
+        first_key = 0 if keys_before is None else max(0, start - keys_before)
         queries = slice(start, start + BLOCK)
         keys = slice(first_key, start + BLOCK)
         blocks.append(
@@ -109,7 +109,7 @@ def refuse_mask(mask: Any) -> None:
         )
 
 
-def _left(window: Window | None) -> int | None:
+def _keys_before(window: Window | None) -> int | None:
     """Return the number of keys before its own that a query sees; None means all."""
     return None if window is None or window[0] < 0 else window[0]
 
@@ -127,12 +127,12 @@ def _attend_last(
     """
     heads, q_length = q.shape[1:3]
     k_length = k.shape[2]
-    left = _left(window)
+    keys_before = _keys_before(window)
 
     mask = torch.ones(q_length, k_length, dtype=torch.bool, device=q.device)  # [T, S]
     mask = mask.tril(k_length - q_length)
-    if left is not None:
-        mask = mask.triu(k_length - q_length - left)
+    if keys_before is not None:
+        mask = mask.triu(k_length - q_length - keys_before)
     bias = mask[None, None]
 
     if sinks is not None:
@@ -369,7 +369,7 @@ class Attention(nn.Module):
         sinks = self.own_sinks(k, sinks)
         if states is not None:
             refuse_mask(mask)
-            attend_cached = states.attention(self.layer, k, v, _left(self.window), sinks)
+            attend_cached = states.attention(self.layer, k, v, _keys_before(self.window), sinks)
             if attend_cached is not None:
                 return attend_cached
 

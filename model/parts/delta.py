@@ -57,27 +57,29 @@ class OneDevice:
     """A DeltaAttend of one device that has the whole sequence, in order."""
 
     def __init__(
-        self, documents: Callable[[Any], Sequence[int] | None] = refuse_mask, backend: str = "auto"
+        self,
+        cu_seqlens_of: Callable[[Any], Sequence[int] | None] = refuse_mask,
+        backend: str = "auto",
     ) -> None:
         """Choose how documents are found, and the backend.
 
         Args:
-            documents: function that returns the cumulative lengths of a mask's documents.
+            cu_seqlens_of: function that returns the cumulative lengths of a mask's documents.
             backend: backend of ``delta_rule``.
         """
-        self._documents = documents
+        self._cu_seqlens_of = cu_seqlens_of
         self._backend = backend
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None
     ) -> Tensor:
-        cu_seqlens = self._documents(mask)
-        out, _ = delta_rule(q, k, v, g, beta, documents=cu_seqlens, backend=self._backend)
+        cu_seqlens = self._cu_seqlens_of(mask)
+        out, _ = delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, backend=self._backend)
         return out
 
     def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
         """Return the causal convolution, as in DeltaAttend."""
-        return causal_convolution(x, weight, documents=self._documents(mask))
+        return causal_convolution(x, weight, cu_seqlens=self._cu_seqlens_of(mask))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,9 +71,9 @@ class WindowedConfig(DecoderConfig):
         entries = super().architecture()
         windows = list(filter(None, self.windows))
         if windows:
-            left, right = windows[0]
+            keys_before, keys_after = windows[0]
             flags = ",".join("0" if window is None else "1" for window in self.windows)
-            entries["window_size"] = f"{left},{right}"
+            entries["window_size"] = f"{keys_before},{keys_after}"
             entries["window_attn_skip_freq"] = f"[{flags}]"
         if self.softmax_type != "vanilla":
             entries["softmax_type"] = self.softmax_type

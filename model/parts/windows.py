@@ -12,8 +12,8 @@ from runtime.errors import UserError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Window = tuple[int, int]
-"""(left, right): query i sees keys i - left .. i + right; -1 means all keys on that side, and right
-is 0 under a causal mask."""
+"""(before, after): query i sees keys i - before .. i + after; -1 means all keys on that side, and
+after is 0 under a causal mask."""
 
 WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
@@ -51,23 +51,23 @@ def window_of(size: str | None) -> Window | None:
         return None
     words = size.strip().removeprefix("(").removesuffix(")").split(",")
     try:
-        left, right = map(int, words)
+        keys_before, keys_after = map(int, words)
     except ValueError:
         raise UserError(
             f"window_size is {size}; it must be two numbers, such as 1023,0: how many keys a token "
             "sees before its own, and how many after it"
         ) from None
-    if left != -1 and not 1 <= left <= WIDEST:
+    if keys_before != -1 and not 1 <= keys_before <= WIDEST:
         raise UserError(
-            f"window_size is {size}, with {left} keys before a token's own; this number must be "
-            f"from 1 to {WIDEST:,}, or -1 for all earlier keys"
+            f"window_size is {size}, with {keys_before} keys before a token's own; this number "
+            f"must be from 1 to {WIDEST:,}, or -1 for all earlier keys"
         )
-    if right != 0:
+    if keys_after != 0:
         raise UserError(
-            f"window_size is {size}, with {right} keys after a token's own, but a causal mask "
-            f"hides those; give --window-size {left},0"
+            f"window_size is {size}, with {keys_after} keys after a token's own, but a causal mask "
+            f"hides those; give --window-size {keys_before},0"
         )
-    return (left, right) if left > 0 else None
+    return (keys_before, keys_after) if keys_before > 0 else None
 
 
 class Pattern(NamedTuple):
@@ -157,14 +157,17 @@ def _evaluate(node: ast.expr, max_layers: int, pattern: Pattern) -> int | list[i
                     f"a list has a 1 for each layer with {pattern.listed} and a 0 for the rest"
                 )
             return [int(flag) for flag in flags if isinstance(flag, int)]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first = _evaluate(left, max_layers, pattern)
-            second = _evaluate(right, max_layers, pattern)
+        case ast.BinOp(left=first_node, op=ast.Add(), right=second_node):
+            first = _evaluate(first_node, max_layers, pattern)
+            second = _evaluate(second_node, max_layers, pattern)
             if isinstance(first, list) and isinstance(second, list):
                 return first + second
             raise ValueError("lists can only be added to lists and multiplied by numbers")
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            factors = (_evaluate(left, max_layers, pattern), _evaluate(right, max_layers, pattern))
+        case ast.BinOp(left=first_node, op=ast.Mult(), right=second_node):
+            factors = (
+                _evaluate(first_node, max_layers, pattern),
+                _evaluate(second_node, max_layers, pattern),
+            )
             lists = [factor for factor in factors if isinstance(factor, list)]
             numbers = [factor for factor in factors if isinstance(factor, int)]
             if len(lists) != 1:

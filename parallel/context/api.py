@@ -79,7 +79,7 @@ class ContextParallel:
             ContextError: for the same reasons as ``make_plan``.
         """
         other = copy(self)
-        other._bind_plan(self.plan.under(documents=documents, window=window))
+        other._bind_plan(self.plan.under(cu_seqlens=documents, window=window))
         return other
 
     def over(self, seq_len: int, *, documents: tuple[int, ...] | None = None) -> "ContextParallel":
@@ -226,12 +226,12 @@ class ContextParallel:
         first_head = ranks.index(self._rank) * local_heads
         decays = log_decay[first_head : first_head + local_heads]
         boundaries = PLANS[handle.tensor].boundaries
-        documents = None
+        cu_seqlens = None
         if boundaries:
-            documents = (0, *boundaries, self.plan.padded_len)  # padding counts as a document
+            cu_seqlens = (0, *boundaries, self.plan.padded_len)  # padding counts as a document
 
         q, k, v = (ops.tokens_to_heads(self._heads, x) for x in (q, k, v))  # [B, U * T, H / U, D]
-        out, _ = linear_attention(q, k, v, decays, documents=documents, backend=self._backend)
+        out, _ = linear_attention(q, k, v, decays, cu_seqlens=cu_seqlens, backend=self._backend)
         return self._without_padding(ops.heads_to_tokens(self._heads, out))
 
     def _without_padding(self, x: Tensor) -> Tensor:

@@ -237,7 +237,9 @@ class Executor:
         """Return the kernel for a plan; ``auto`` chooses another kernel for packed documents."""
         if SIMULATED_KERNEL.value is not None:
             return SIMULATED_KERNEL.value
-        return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
+        return select_backend(
+            self.backend_name, q.device.type, q.dtype, plan.cu_seqlens is not None
+        )
 
     def _take_prefetched(self, handle: int | None) -> Arrival | None:
         """Take the pending gather of k and v, which must have this handle; None means no gather.

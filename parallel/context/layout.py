@@ -153,7 +153,7 @@ class Mask:
     """Keys that a query sees: in its document, up to itself if causal, and within a window."""
 
     causal: bool = True
-    documents: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     """Cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len); None means one
     document."""
     window: Window | None = None
@@ -161,20 +161,20 @@ class Mask:
     @property
     def reach(self) -> Reach:
         """Numbers of keys that a query sees before and after itself; None for all."""
-        left, right = self.window or (-1, -1)
-        behind = None if left < 0 else left
+        keys_before, keys_after = self.window or (-1, -1)
+        behind = None if keys_before < 0 else keys_before
         if self.causal:
             return behind, 0
-        return behind, None if right < 0 else right
+        return behind, None if keys_after < 0 else keys_after
 
     @property
     def whole(self) -> bool:
         """True if the sequence is one document without a window."""
-        return self.documents is None and self.window is None
+        return self.cu_seqlens is None and self.window is None
 
 
 def mask_of(
-    causal: bool, documents: tuple[int, ...] | None, window: Window | None, seq_len: int
+    causal: bool, cu_seqlens: tuple[int, ...] | None, window: Window | None, seq_len: int
 ) -> Mask:
     """Return the mask in its simplest form: equal masks then compare equal and share a plan.
 
@@ -182,27 +182,27 @@ def mask_of(
         ContextError: document boundaries do not ascend from 0 to ``seq_len``, or the window has no
             keys or, under a causal mask, future keys.
     """
-    return Mask(causal, _documents(documents, seq_len), _window(window, causal))
+    return Mask(causal, _cu_seqlens(cu_seqlens, seq_len), _window(window, causal))
 
 
-def _documents(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
+def _cu_seqlens(cu_seqlens: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
     """Check cumulative lengths of documents, and return them as plain integers."""
-    if documents is None:
+    if cu_seqlens is None:
         return None
     try:
-        documents = tuple(index(x) for x in documents)
+        cu_seqlens = tuple(index(x) for x in cu_seqlens)
     except TypeError as error:
         raise ContextError(
             f"documents must be integers from 0 to seq_len {seq_len}, the cumulative lengths of "
-            f"the documents, but are {documents!r}"
+            f"the documents, but are {cu_seqlens!r}"
         ) from error
-    ascending = all(a < b for a, b in pairwise(documents))
-    if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
+    ascending = all(a < b for a, b in pairwise(cu_seqlens))
+    if len(cu_seqlens) < 2 or cu_seqlens[0] != 0 or cu_seqlens[-1] != seq_len or not ascending:
         raise ContextError(
-            f"documents must ascend from 0 to seq_len {seq_len}, but are {documents}; pass the "
+            f"documents must ascend from 0 to seq_len {seq_len}, but are {cu_seqlens}; pass the "
             "cumulative lengths of the documents"
         )
-    return documents
+    return cu_seqlens
 
 
 def _window(window: Window | None, causal: bool) -> Window | None:
@@ -210,27 +210,27 @@ def _window(window: Window | None, causal: bool) -> Window | None:
     if window is None:
         return None
     try:
-        left, right = (index(x) for x in window)
+        keys_before, keys_after = (index(x) for x in window)
     except (TypeError, ValueError) as error:
         raise ContextError(
             f"window must be two integers, (left, right), but is {window!r}"
         ) from error
-    if left == 0 or left < -1:
+    if keys_before == 0 or keys_before < -1:
         raise ContextError(
             f"window is {window}, but its left side must be 1 or more keys, or -1 for all"
         )
-    if causal and right not in (0, -1):
+    if causal and keys_after not in (0, -1):
         raise ContextError(
             f"window is {window}, but under a causal mask a query sees no keys to its right; "
-            f"use ({left}, 0), or full attention"
+            f"use ({keys_before}, 0), or full attention"
         )
-    if not causal and (right == 0 or right < -1):
+    if not causal and (keys_after == 0 or keys_after < -1):
         raise ContextError(
             f"window is {window}, but its right side must be 1 or more keys, or -1 for all"
         )
-    if left == -1 and (causal or right == -1):
+    if keys_before == -1 and (causal or keys_after == -1):
         return None
-    return left, 0 if causal else right
+    return keys_before, 0 if causal else keys_after
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Passage:
     """Number of the stretch's tokens that see the incoming state: those of its first document or,
     in the backward pass, of its last document.
     """
-    documents: tuple[int, ...] | None
+    cu_seqlens: tuple[int, ...] | None
     """Cumulative lengths of the document parts in this stretch; None if there is only one."""
 
     def of(self, x: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def passages(
                 target=previous_rank if reverse else next_rank,
                 goes_through=not inside,
                 num_readers=cu_seqlens[-1] - cu_seqlens[-2] if reverse else cu_seqlens[1],
-                documents=cu_seqlens if inside else None,
+                cu_seqlens=cu_seqlens if inside else None,
             )
         )
     return tuple(ways[::-1] if reverse else ways)

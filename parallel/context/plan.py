@@ -68,7 +68,7 @@ class Plan:
             real=self.seq_len,
             size=self.size,
             team_size=geometry.ulysses_degree,
-            documents=mask.documents or (0, self.seq_len),
+            cu_seqlens=mask.cu_seqlens or (0, self.seq_len),
             causal=mask.causal,
             window=mask.window,
         )
@@ -79,9 +79,9 @@ class Plan:
         return self.mask.causal
 
     @property
-    def documents(self) -> tuple[int, ...] | None:
+    def cu_seqlens(self) -> tuple[int, ...] | None:
         """Cumulative lengths of packed documents."""
-        return self.mask.documents
+        return self.mask.cu_seqlens
 
     @property
     def sparse(self) -> bool:
@@ -120,9 +120,9 @@ class Plan:
         """
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
-    def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
+    def under(self, *, cu_seqlens: tuple[int, ...] | None, window: Window | None) -> "Plan":
         """Return the plan for the same geometry and another mask; raises as ``make_plan``."""
-        return _plan(self.geometry, mask_of(self.causal, documents, window, self.seq_len))
+        return _plan(self.geometry, mask_of(self.causal, cu_seqlens, window, self.seq_len))
 
     def windowed(self, window: Window) -> "Plan":
         """Return this plan with a window, for layers that have one; cached."""
@@ -130,7 +130,7 @@ class Plan:
 
     @kept_in_object
     def _windowed(self, window: Window) -> "Plan":
-        mask = mask_of(self.causal, self.documents, window, self.seq_len)
+        mask = mask_of(self.causal, self.cu_seqlens, window, self.seq_len)
         return _plan(self.geometry, mask, self.balanced or self.mask)
 
     @kept_in_object
@@ -218,7 +218,7 @@ class Plan:
 
         Padding counts as a document, so that it sees only itself.
         """
-        boundaries = self.documents[1:-1] if self.documents else ()
+        boundaries = self.cu_seqlens[1:-1] if self.cu_seqlens else ()
         if self.padded_len > self.seq_len:
             boundaries = (*boundaries, self.seq_len)
         return boundaries
@@ -266,7 +266,7 @@ _packed = lru_cache(maxsize=16)(Plan)
 
 
 def _plan(geometry: Geometry, mask: Mask, balanced: Mask | None = None) -> Plan:
-    return (_whole if mask.documents is None else _packed)(geometry, mask, balanced)
+    return (_whole if mask.cu_seqlens is None else _packed)(geometry, mask, balanced)
 
 
 def make_plan(

@@ -159,9 +159,9 @@ def _groups(
     k_place, k = keys
 
     # One number for each place and document. Pieces are sorted by it, so equal ones are adjacent.
-    documents = 1 + max(q[:, DOCUMENT].max(initial=0), k[:, DOCUMENT].max(initial=0))
-    q_name, q_first, q_count = _runs(q_place * documents + q[:, DOCUMENT])
-    k_name, k_first, k_count = _runs(k_place * documents + k[:, DOCUMENT])
+    num_documents = 1 + max(q[:, DOCUMENT].max(initial=0), k[:, DOCUMENT].max(initial=0))
+    q_name, q_first, q_count = _runs(q_place * num_documents + q[:, DOCUMENT])
+    k_name, k_first, k_count = _runs(k_place * num_documents + k[:, DOCUMENT])
 
     # Pair the queries and keys of the same place and document.
     match = np.minimum(np.searchsorted(k_name, q_name), max(0, len(k_name) - 1))
@@ -169,7 +169,7 @@ def _groups(
     if len(k_name):
         shared = np.flatnonzero(k_name[match] == q_name)
 
-    place = q_name[shared] // documents
+    place = q_name[shared] // num_documents
     match = match[shared]
     q_first = q_first[shared]
     q_count = q_count[shared]

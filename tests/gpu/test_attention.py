@@ -31,7 +31,7 @@ from tools.common.shapes import DTYPES, AttentionShape
 BOUNDS = {"cuda": 2e-2, "cpu": 1e-5}
 """Relative error against float64 in the 2-norm: inputs are bfloat16 on a GPU, float32 on a CPU."""
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
-DOCUMENTS = {"cuda": (0, 100, 1500, 1501, 2048), "cpu": (0, 7, 30, 31, 64)}
+CU_SEQLENS = {"cuda": (0, 100, 1500, 1501, 2048), "cpu": (0, 7, 30, 31, 64)}
 SHAPES = {
     "cuda": [
         (name, width, length)
@@ -83,13 +83,14 @@ def test_ranks_equal_one_attention(device, size, packed, method):
 
     out, dq, dk and dv are compared with torch's own in float64.
     """
-    documents = DOCUMENTS[device] if packed else None
-    work = AttentionShape(seq_length=DOCUMENTS[device][-1], head_dim=64 if device == "cuda" else 16)
+    cu_seqlens = CU_SEQLENS[device] if packed else None
+    length = CU_SEQLENS[device][-1]
+    work = AttentionShape(seq_length=length, head_dim=64 if device == "cuda" else 16)
     inputs = [x.to(DTYPES[DTYPE[device]]) for x in work.tensors(device)]
-    plan = make_plan(method, seq_len=work.seq_length, size=size, documents=documents)
+    plan = make_plan(method, seq_len=work.seq_length, size=size, documents=cu_seqlens)
     *leaves, dout = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
-    ranges = pairwise(documents or (0, work.seq_length))
+    ranges = pairwise(cu_seqlens or (0, work.seq_length))
     out = torch.cat([sdpa(*(x[:, a:b] for x in leaves)) for a, b in ranges], 1)
     want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     assert relative_error(threads.attend(plan, inputs), want) <= BOUNDS[device]
@@ -102,7 +103,7 @@ STEPS = ["two layers", *(f"linear attention, {name}" for name in ("auto", "chunk
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_host_waits_for_nothing(device, packed, name):
-    unwaited(step_named(name, device, DOCUMENTS[device], packed), device)
+    unwaited(step_named(name, device, CU_SEQLENS[device], packed), device)
 
 
 def test_a_wait_for_new_documents_is_seen(monkeypatch):
@@ -182,12 +183,14 @@ def unwaited(step, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def step_named(name, device, documents, packed):
+def step_named(name, device, cu_seqlens, packed):
     """Return forward + backward of two layers, of the scan, or of a rank's part by a method.
 
     The rank has no peers, and receives what it would send.
     """
-    length, bounds = documents[-1], tuple(documents) if packed else None
+    length = cu_seqlens[-1]
+    if not packed:
+        cu_seqlens = None
     if name == "two layers":
         model = Decoder(
             model_config(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)
@@ -196,14 +199,14 @@ def step_named(name, device, documents, packed):
     work = AttentionShape(seq_length=length, num_heads=4, kv_heads=4, dtype="bfloat16")
     q, k, v, dout = work.tensors(device)
     if name in METHODS:
-        plan = make_plan(name, seq_len=length, size=4, documents=bounds)
+        plan = make_plan(name, seq_len=length, size=4, documents=cu_seqlens)
         alone = LoopbackTransport(plan.geometry, None, 1)
         rank = Executor(alone, "auto")
         return partial(attend, plan, rank, HeadExchange(alone), (q, k, v, dout))
     leaves, backend = [x.requires_grad_() for x in (q, k, v)], name.rpartition(" ")[2]
 
     def scan():
-        out, _ = linear_attention(q, k, v, [-0.1] * 4, documents=bounds, backend=backend)
+        out, _ = linear_attention(q, k, v, [-0.1] * 4, cu_seqlens=cu_seqlens, backend=backend)
         torch.autograd.grad(out, leaves, dout)
 
     return scan

@@ -19,9 +19,9 @@ def tile(q0, q1, k0, k1, kind):
     return Tile(slice(q0, q1), slice(k0, k1), kind)
 
 
-def of_mask(tokens, reach, documents=()):
+def of_mask(tokens, reach, boundaries=()):
     """The tiles of a window (before, behind), within documents that end at these tokens."""
-    tile_pieces = pieces([Stride(0, tokens)], 1, documents)
+    tile_pieces = pieces([Stride(0, tokens)], 1, boundaries)
     return tiles(tile_pieces, tile_pieces, 1, reach)
 
 

@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
     length: int
     dtype: str = "float32"
-    documents: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     decays: tuple[float, ...] = (1.0, 0.93, 0.2)
     width: int = 16
     value_width: int = 24
@@ -39,7 +39,7 @@ PACKED = (0, 1, 64, 130, 131, 200)
 CASES = [
     *(Case(length, batch=1 + (length == 65)) for length in LENGTHS),
     *(Case(length, "bfloat16") for length in (1, 65, 200)),
-    Case(200, documents=PACKED, decays=(1.0, 0.93)),
+    Case(200, cu_seqlens=PACKED, decays=(1.0, 0.93)),
     Case(
         70, width=20, value_width=70
     ),  # more value channels than one program takes, and neither a power of two
@@ -50,7 +50,7 @@ CUT = [  # with decays that remember more than a segment
         200, decays=(1.0, 0.99), programs=6
     ),  # segments of 2, 2 and 3 chunks, the last of 8 tokens
     Case(
-        200, documents=(0, 20, 64, 190, 200), decays=(0.99,), programs=3
+        200, cu_seqlens=(0, 20, 64, 190, 200), decays=(0.99,), programs=3
     ),  # 1; 2, without a state; 2, 2; 1
     Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), programs=528),  # every chunk alone
 ]
@@ -68,8 +68,8 @@ FAR = [
     *(Case(4097, dtype, (0, 1000, 3000, 4097)) for dtype in ("float32", "bfloat16")),
 ]
 CUT_FAR = [
-    Case(length, dtype, documents, (1.0, 0.999, 0.93), value_width=70, programs=528)
-    for length, documents in (
+    Case(length, dtype, cu_seqlens, (1.0, 0.999, 0.93), value_width=70, programs=528)
+    for length, cu_seqlens in (
         (129, None),
         (1000, None),
         (4097, None),
@@ -100,7 +100,7 @@ def results(case, backend, dtype=None, device="cpu"):
     leaves = [x.requires_grad_() for x in leaves]
     log_decay = [math.log(decay) for decay in case.decays]
     outputs = linear_attention(
-        *leaves[:3], log_decay, leaves[3], documents=case.documents, backend=backend
+        *leaves[:3], log_decay, leaves[3], cu_seqlens=case.cu_seqlens, backend=backend
     )
     matching = [gradient.to(x.dtype) for gradient, x in zip(gradients, outputs, strict=True)]
     return [*outputs, *torch.autograd.grad(outputs, leaves, matching)]
@@ -122,7 +122,7 @@ def naive_errors(case):
     leaves = [x.to(leaves[0].dtype).requires_grad_() for x in leaves]
     log_decay = [math.log(decay) for decay in case.decays]
     outputs = reference.linear_attention(
-        *leaves[:3], log_decay, leaves[3], documents=case.documents
+        *leaves[:3], log_decay, leaves[3], cu_seqlens=case.cu_seqlens
     )
     return _compared([*outputs, *torch.autograd.grad(outputs, leaves, gradients)], case)
 
@@ -185,7 +185,7 @@ def _faults(fused):
     Decays are wrong by a hundredth, or none from segment to segment, or documents are not apart.
     """
     constants, carry, segments_of = fused.constants, fused.carry_kernel, fused.segments_of
-    cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)
+    cut = Case(70, cu_seqlens=(0, 33, 70), decays=(0.99,), programs=4)
     errors_by_fault = {}
     fused.constants = lambda *arguments: 1.01 * constants(*arguments)
     errors_by_fault["decay"] = errors(Case(65), "triton")

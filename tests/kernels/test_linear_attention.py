@@ -30,14 +30,14 @@ def recurrent(case):
     decay = torch.tensor(case.decays, dtype=torch.float64)[:, None, None]
     out = []
     for t in range(case.length):
-        if case.documents and t in case.documents[1:]:
+        if case.cu_seqlens and t in case.cu_seqlens[1:]:
             state = torch.zeros_like(state)
         state = decay * state + k[:, t, :, :, None] * v[:, t, :, None, :]
         out.append((q[:, t, :, :, None] * state).sum(-2))
     return [torch.stack(out, 1), state]
 
 
-@pytest.mark.parametrize("case", [Case(1), Case(65), Case(200, documents=PACKED)])
+@pytest.mark.parametrize("case", [Case(1), Case(65), Case(200, cu_seqlens=PACKED)])
 def test_the_reference_is_the_recurrence(case):
     for a, b in zip(results(case, "reference", torch.float64), recurrent(case), strict=False):
         assert (a - b).norm() <= 1e-14 * b.norm()
@@ -71,7 +71,7 @@ def test_chunked_bfloat16_is_as_good_as_the_naive_form_and_so_is_all_far_away(ca
 )
 def test_the_bounds_see_a_fault(fault, monkeypatch):
     """Negative controls: each breaks one factor of the chunked form."""
-    case = Case(200, documents=(0, 100, 200) if fault == "documents" else None)
+    case = Case(200, cu_seqlens=(0, 100, 200) if fault == "documents" else None)
     power, carry, chunks_of = linear._power, linear._carry, linear.chunks_of
     if fault == "decay at the boundary":
         monkeypatch.setattr(linear, "_power", lambda rates, exponents: power(rates, exponents + 1))
@@ -138,8 +138,8 @@ def test_a_loss_of_the_state_alone_and_inputs_without_gradients():
         ({"log_decay": (0.0, 1e9, -1.0)}, "decay of head 1 is inf"),
         ({"log_decay": (0.0,)}, "1 numbers for 3 heads"),
         ({"state": torch.zeros(2, 3, 24, 16)}, "state has shape"),
-        ({"documents": (0, 4)}, "rising from 0 to the number of tokens, 5"),
-        ({"documents": (0, 3, 3, 5)}, "rising from 0"),
+        ({"cu_seqlens": (0, 4)}, "rising from 0 to the number of tokens, 5"),
+        ({"cu_seqlens": (0, 3, 3, 5)}, "rising from 0"),
         ({"k": torch.zeros(2, 4, 3, 16)}, "of one dtype, but got q"),
         ({"backend": "aten"}, "attention_backend 'aten' has no linear"),
         ({"backend": "triton"}, "triton"),

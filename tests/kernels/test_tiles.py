@@ -11,7 +11,7 @@ from parallel.context.tiles import pieces, tiles
 from tests.kernels.attention_cases import folded
 
 TOKENS, HEADS, KV_HEADS, WIDTH, SCALE = 600, 2, 1, 8, 0.2
-DOCUMENTS = (0, 1, 30, 250, 265, 600)
+CU_SEQLENS = (0, 1, 30, 250, 265, 600)
 MASKS = {
     "causal": ((None, 0), None),
     "window": ((100, 0), None),
@@ -19,10 +19,10 @@ MASKS = {
     "a key": ((0, 0), None),
     "window ahead": ((None, 5), None),
     "window on both sides": ((33, 200), None),
-    "documents": ((None, 0), DOCUMENTS),
-    "documents, not causal": ((None, None), DOCUMENTS),
-    "window and documents": ((64, 0), DOCUMENTS),
-    "window on both sides and documents": ((64, 3), DOCUMENTS),
+    "documents": ((None, 0), CU_SEQLENS),
+    "documents, not causal": ((None, None), CU_SEQLENS),
+    "window and documents": ((64, 0), CU_SEQLENS),
+    "window on both sides and documents": ((64, 3), CU_SEQLENS),
 }
 
 
@@ -35,8 +35,8 @@ def inputs(dtype):
 
 
 def tiles_of(mask):
-    reach, documents = MASKS[mask]
-    tile_pieces = pieces([Stride(0, TOKENS)], 1, documents[1:-1] if documents else ())
+    reach, cu_seqlens = MASKS[mask]
+    tile_pieces = pieces([Stride(0, TOKENS)], 1, cu_seqlens[1:-1] if cu_seqlens else ())
     return tiles(tile_pieces, tile_pieces, 1, reach)
 
 
@@ -54,11 +54,11 @@ def attention_by_tiles(name, tensors, all_tiles):
 
 
 def truth(tensors, mask):
-    window, documents = MASKS[mask]
+    window, cu_seqlens = MASKS[mask]
     *leaves, dout = (x.double() for x in tensors)
     leaves = [x.requires_grad_() for x in leaves]
     out, lse = reference.attention(
-        *leaves, causal=False, scale=SCALE, window=window, documents=documents
+        *leaves, causal=False, scale=SCALE, window=window, cu_seqlens=cu_seqlens
     )
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 

@@ -69,12 +69,12 @@ def test_the_attention_kernel_that_runs_decides_its_rate():
         hopper.kernel_fractions["flash_attn"],
     )
     assert hopper.public_error > slow.public_error == 0, "the runs were cuDNN's"
-    assert hopper.running("aten") == hopper.running("auto", documents=True) == slow
+    assert hopper.running("aten") == hopper.running("auto", is_packed=True) == slow
     assert (
         hopper.running("flash_attn_3").attention_fraction
         > hopper.attention_fraction
         > slow.attention_fraction
     )
-    assert ampere.running("auto", documents=True) == ampere.running("flash_attn") == ampere
+    assert ampere.running("auto", is_packed=True) == ampere.running("flash_attn") == ampere
     unknown = hopper.running("triton")
     assert (unknown.attention_kernel, unknown.attention_fraction) == ("", hopper.attention_fraction)

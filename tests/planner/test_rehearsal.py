@@ -100,8 +100,8 @@ def test_documents_decide_what_an_exchange_receives():
         ]
     )
     one_document, many = (
-        rehearse(config, LanguageTask, 0, 4, 4, documents).bytes
-        for documents in (None, range(0, 1025, 64))
+        rehearse(config, LanguageTask, 0, 4, 4, cu_seqlens).bytes
+        for cu_seqlens in (None, range(0, 1025, 64))
     )
     assert many < 0.97 * one_document
 

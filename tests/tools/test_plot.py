@@ -49,8 +49,8 @@ def test_striping_shows_its_balance():
     assert ring.even == striped.even == zigzag.even == 32 * 33 / 2 / 4
 
 
-def seen_by_brute_force(documents, causal, window):
-    place, document = np.arange(sum(documents)), np.repeat(np.arange(len(documents)), documents)
+def seen_by_brute_force(lengths, causal, window):
+    place, document = np.arange(sum(lengths)), np.repeat(np.arange(len(lengths)), lengths)
     apart = place[:, None] - place[None, :]
     visible = document[:, None] == document[None, :]
     visible &= apart >= 0 if causal else True
@@ -62,11 +62,11 @@ def seen_by_brute_force(documents, causal, window):
 def test_packed_rounds_cover_the_mask_once(method, causal, window):
     if not causal and method in ("striped", "zigzag"):
         return  # refused under full attention
-    documents = [20, 5, 11, 3, 14, 7, 4]
+    lengths = [20, 5, 11, 3, 14, 7, 4]
     reach = (window, 0 if causal else window) if window else None
-    shown = layouts.drawing(method, 64, 4, causal, (0, *np.cumsum(documents).tolist()), reach)
+    shown = layouts.drawing(method, 64, 4, causal, (0, *np.cumsum(lengths).tolist()), reach)
     covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
-    assert np.array_equal(covered, seen_by_brute_force(documents, causal, window))
+    assert np.array_equal(covered, seen_by_brute_force(lengths, causal, window))
     assert 0 < shown.rows < 3 * 64
     assert shown.slowest == max(shown.work.sum(axis=0))
 

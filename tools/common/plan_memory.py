@@ -39,23 +39,23 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
     has_data = config.reads_text and config.data.data_path and config.data.tokenizer_model
     from_data = has_data and not lengths
     if from_data:
-        documents = heaviest_documents(config)
+        cu_seqlens = heaviest_documents(config)
     else:
-        documents = typical_documents(config, lengths)
+        cu_seqlens = typical_documents(config, lengths)
 
     if config.context.context_parallel_method == "auto":
         config = _fastest_method(config, world_size, cluster, lengths)
     config = with_layout(config, cluster)
     validate_sizes(config, world_size)
 
-    rehearsals = rehearsed(config, task_of(config), world_size, cluster, documents)
+    rehearsals = rehearsed(config, task_of(config), world_size, cluster, cu_seqlens)
     busiest = max(rehearsals, key=lambda rehearsal: rehearsal.bytes)
     parts = {name: busiest.memory[name] for name in CAUSES if busiest.memory.get(name)}
     fits, message = verdict([busiest], cluster)
     needed_changes: Sequence[Any] = []
     seconds = None
     if not fits:
-        needed_changes, seconds = changes(config, world_size, cluster, documents, lengths)
+        needed_changes, seconds = changes(config, world_size, cluster, cu_seqlens, lengths)
 
     if args.json:
         entry = {
@@ -76,12 +76,12 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
         return
 
     print(f"{headline(world_size, cluster, config)}: {described(config)}")
-    if documents:
-        longest = max(end - start for start, end in pairwise(documents))
+    if cu_seqlens:
+        longest = max(end - start for start, end in pairwise(cu_seqlens))
         origin = "a micro-batch drawn at random"
         if from_data:
             origin = "the heaviest of the run's first micro-batches"
-        number = counted(len(documents) - 1, "document")
+        number = counted(len(cu_seqlens) - 1, "document")
         print(f"{origin}: {number}, the longest of {longest} tokens")
 
     print(bars(parts, busiest.host, cluster))

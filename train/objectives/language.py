@@ -116,7 +116,7 @@ class NextToken(Objective):
         if "plan" not in local:
             return [self._length] * len(local["tokens"])
         plan = PLANS[local["plan"]]
-        return [end - start for start, end in pairwise(plan.documents or (0, plan.seq_len))]
+        return [end - start for start, end in pairwise(plan.cu_seqlens or (0, plan.seq_len))]
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of this rank's token losses, float32.

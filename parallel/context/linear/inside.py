@@ -72,8 +72,8 @@ class InsideAttention:
         """
         inside = self.inside
         if plan.geometry == inside.plan.geometry:  # a cached plan would keep itself alive
-            return inside.under(documents=plan.documents, window=plan.mask.window)
+            return inside.under(documents=plan.cu_seqlens, window=plan.mask.window)
         if plan not in self._masked:
             window = inside.plan.mask.window
-            self._masked[plan] = inside.under(documents=plan.documents, window=window)
+            self._masked[plan] = inside.under(documents=plan.cu_seqlens, window=window)
         return self._masked[plan]

@@ -59,13 +59,13 @@ class StateExecutor:
 
         def intra(way: Passage) -> Tensor:
             outs[way.slot], state = scan(
-                way.of(q), way.of(k), way.of(v), log_decay, None, way.documents, accum_out=True
+                way.of(q), way.of(k), way.of(v), log_decay, None, way.cu_seqlens, accum_out=True
             )
             return state
 
         def alone(way: Passage) -> Tensor:
             """Compute only the state after a stretch, without outputs."""
-            _, state = scan(None, way.of(k), way.of(v), log_decay, None, way.documents)
+            _, state = scan(None, way.of(k), way.of(v), log_decay, None, way.cu_seqlens)
             return state
 
         def enter(way: Passage, state: Tensor) -> None:
@@ -112,14 +112,14 @@ class StateExecutor:
                 way.of(v),
                 log_decay,
                 state,
-                way.documents,
+                way.cu_seqlens,
                 accum_out=True,
             )
             return dstate
 
         def alone(way: Passage) -> Tensor:
             _, dstate = scan(
-                None, way.of(q), way.of(dout), log_decay, None, way.documents, reverse=True
+                None, way.of(q), way.of(dout), log_decay, None, way.cu_seqlens, reverse=True
             )
             return dstate
 

@@ -32,7 +32,7 @@ class ArcLayout:
             work.
         size: number of ranks.
         team_size: number of neighbouring ranks that share a place; each has a slice of its tokens.
-        documents: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
+        cu_seqlens: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
         causal: True if a token sees no later token.
         window: numbers of tokens that a token sees before and after itself; -1 for all tokens of
             its document.
@@ -42,7 +42,7 @@ class ArcLayout:
     real: int
     size: int
     team_size: int
-    documents: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
     causal: bool = True
     window: tuple[int, int] | None = None
 
@@ -56,7 +56,7 @@ class ArcLayout:
     def _hash(self) -> int:
         """Hash of the layout, computed once, since it reads the lengths of all documents."""
         fields = (self.seq_len, self.real, self.size, self.team_size, self.causal)
-        return hash((*fields, self.documents, self.window or ()))
+        return hash((*fields, self.cu_seqlens, self.window or ()))
 
     @property
     def num_places(self) -> int:
@@ -66,13 +66,16 @@ class ArcLayout:
     @property
     def reach(self) -> tuple[int, int]:
         """Maximum numbers of tokens that a token sees before and after itself."""
-        left, right = self.window or (-1, 0 if self.causal else -1)
-        return (self.real if left < 0 else left, self.real if right < 0 else right)
+        tokens_before, tokens_after = self.window or (-1, 0 if self.causal else -1)
+        return (
+            self.real if tokens_before < 0 else tokens_before,
+            self.real if tokens_after < 0 else tokens_after,
+        )
 
     @cached_property
-    def bounds(self) -> np.ndarray:
-        """Cumulative lengths of the documents: int64 ``[documents + 1]``."""
-        return np.array(self.documents, dtype=np.int64)
+    def cu_seqlens_array(self) -> np.ndarray:
+        """``cu_seqlens`` as an array: int64 ``[documents + 1]``."""
+        return np.array(self.cu_seqlens, dtype=np.int64)
 
     def pieces(self) -> Pieces:
         """Return the pieces at all places, including padding, sorted by place and position."""
@@ -108,28 +111,29 @@ def orders(lengths: np.ndarray) -> list[np.ndarray]:
     return permutations[: max(1, MAX_BEADS // count)]
 
 
-def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads:
+def opened(cu_seqlens: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads:
     """Convert documents, given by cumulative lengths ``[count + 1]``, to beads.
 
     A bead is a piece of a document along which the work per token grows or falls linearly. Padding
-    up to ``seq_len`` is the last bead. Token n of a document, counted from 0, sees ``min(n, left)``
-    tokens before itself, itself, and ``min(length - 1 - n, right)`` tokens after itself. So a bead
-    also ends where one of these numbers becomes constant, or ceases to be constant.
+    up to ``seq_len`` is the last bead. With ``reach`` (before, after), token n of a document,
+    counted from 0, sees ``min(n, before)`` tokens before itself, itself, and
+    ``min(length - 1 - n, after)`` tokens after itself. So a bead also ends where one of these
+    numbers becomes constant, or ceases to be constant.
     """
-    left, right = reach
-    start = documents[:-1, None]
-    length = np.diff(documents)[:, None]
+    max_before, max_after = reach
+    start = cu_seqlens[:-1, None]
+    length = np.diff(cu_seqlens)[:, None]
 
     falls = length  # after this token, each token sees one later token fewer than the one before
-    if right:
-        falls = np.maximum(length - 1 - right, 0)
+    if max_after:
+        falls = np.maximum(length - 1 - max_after, 0)
 
     # Beads begin at token 0, at the first full window, and where windows reach the document's end.
-    edges = np.concatenate([np.zeros_like(length), np.minimum(left, length), falls], axis=1)
+    edges = np.concatenate([np.zeros_like(length), np.minimum(max_before, length), falls], axis=1)
     begin = np.sort(edges, axis=1)
     end = np.concatenate([begin[:, 1:], length], axis=1)
-    first = np.minimum(begin, left) + 1 + np.minimum(length - 1 - begin, right)
-    slope = (begin < left).astype(np.int64) - (begin >= falls)
+    first = np.minimum(begin, max_before) + 1 + np.minimum(length - 1 - begin, max_after)
+    slope = (begin < max_before).astype(np.int64) - (begin >= falls)
     document = np.broadcast_to(np.arange(len(length))[:, None], begin.shape)
 
     is_filled = begin < end
@@ -140,9 +144,9 @@ def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads
         slope=slope[is_filled],
         document=document[is_filled],
     )
-    if seq_len <= documents[-1]:
+    if seq_len <= cu_seqlens[-1]:
         return beads
-    padding = (documents[-1], seq_len - documents[-1], 0, 0, -1)
+    padding = (cu_seqlens[-1], seq_len - cu_seqlens[-1], 0, 0, -1)
     return Beads(*map(np.append, beads, padding))
 
 
@@ -151,13 +155,13 @@ def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
 
     Returns the circles of all places, one order after the other.
     """
-    documents = layout.bounds
+    cu_seqlens = layout.cu_seqlens_array
     num_places = layout.num_places
-    beads = opened(documents, layout.seq_len, layout.reach)
+    beads = opened(cu_seqlens, layout.seq_len, layout.reach)
 
     bead_order = []
     for permutation in permutations:
-        ordinal = np.full(len(documents), len(permutation))  # padding (document -1) comes last
+        ordinal = np.full(len(cu_seqlens), len(permutation))  # padding (document -1) comes last
         ordinal[permutation] = np.arange(len(permutation))
         bead_order.append(np.argsort(ordinal[beads.document], kind="stable"))
 
@@ -180,7 +184,7 @@ def best(layout: ArcLayout) -> Pieces:
     In the best order the busiest place receives or sends the fewest rows; of equal orders the first
     wins. Work is balanced under every order, so communication alone decides.
     """
-    permutations = orders(np.diff(layout.bounds))
+    permutations = orders(np.diff(layout.cu_seqlens_array))
     circles = divided(layout, permutations)
     place = circles.circle
     start, length, _, _, document = circles.beads
@@ -213,10 +217,10 @@ def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
 
     All orders are counted at once: each order's places and documents get separate numbers.
     """
-    pieces = in_parts(pieces, layout.bounds)
+    pieces = in_parts(pieces, layout.cu_seqlens_array)
     line = Line(count * layout.num_places, layout.seq_len)
     order = pieces.place // layout.num_places
-    pieces = pieces._replace(document=pieces.document + order * len(layout.bounds))
+    pieces = pieces._replace(document=pieces.document + order * len(layout.cu_seqlens_array))
 
     rows = travelling(pieces, line, layout.reach)
     num_rows = rows.end - rows.first
@@ -226,9 +230,9 @@ def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
     return np.maximum(received, sent).reshape(count, -1).max(axis=1)
 
 
-def in_parts(pieces: Pieces, documents: np.ndarray) -> Pieces:
+def in_parts(pieces: Pieces, cu_seqlens: np.ndarray) -> Pieces:
     """Return the pieces of documents that are split over places; no other rows travel."""
-    is_shared = (pieces.document >= 0) & (pieces.length < np.diff(documents)[pieces.document])
+    is_shared = (pieces.document >= 0) & (pieces.length < np.diff(cu_seqlens)[pieces.document])
     return pieces.take(np.flatnonzero(is_shared))
 
 

@@ -276,10 +276,10 @@ def rows_across(
 
     before = cut - edges[stretch]
     behind = edges[stretch + 1] - cut
-    left, right = reach
-    rows = np.minimum(before, left) * -(-np.minimum(behind, left) // tokens)
-    if right:
-        rows += np.minimum(behind, right) * -(-np.minimum(before, right) // tokens)
+    max_before, max_after = reach
+    rows = np.minimum(before, max_before) * -(-np.minimum(behind, max_before) // tokens)
+    if max_after:
+        rows += np.minimum(behind, max_after) * -(-np.minimum(before, max_after) // tokens)
     return np.where(beads.document[bead] < 0, 0, rows)
 
 

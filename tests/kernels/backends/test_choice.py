@@ -20,7 +20,7 @@ from tests.kernels.gpus import A100, B200, H100, OLD, SHADOWED
 
 
 @pytest.mark.parametrize(
-    ("device_gpu", "documents", "usable", "kernel_name"),
+    ("device_gpu", "is_packed", "usable", "kernel_name"),
     [
         (Gpu(), False, True, "aten"),
         (A100, False, True, "aten"),
@@ -36,16 +36,16 @@ from tests.kernels.gpus import A100, B200, H100, OLD, SHADOWED
         (Gpu((12, 0), 92000), False, True, "aten"),  # consumers' Blackwell
     ],
 )
-def test_the_fastest_right_kernel_is_taken(device_gpu, documents, usable, kernel_name, monkeypatch):
+def test_the_fastest_right_kernel_is_taken(device_gpu, is_packed, usable, kernel_name, monkeypatch):
     checked = []
     monkeypatch.setattr(
         FlashAttention,
         "problem",
         lambda backend: checked.append(backend) or (None if usable else ABSENT),
     )
-    assert automatic_backend("cuda", device_gpu, documents).name == kernel_name
+    assert automatic_backend("cuda", device_gpu, is_packed).name == kernel_name
     assert len(checked) <= 1, "the others' packages, which take seconds to import, are left alone"
-    assert not prefers_cudnn(device_gpu) or kernel_name == "cudnn" or documents
+    assert not prefers_cudnn(device_gpu) or kernel_name == "cudnn" or is_packed
 
 
 CUDNN = "nvidia-cudnn-cu13"
@@ -153,13 +153,13 @@ FASTER = (
         (
             "aten",
             H100,
-            {"documents": True, "why_not": "its import fails (X)"},
+            {"is_packed": True, "why_not": "its import fails (X)"},
             (FASTER, "its import fails (X)"),
         ),
         (
             "aten",
             B200,
-            {"documents": True},
+            {"is_packed": True},
             ("about 0.15 of", "4 0.6, so it takes at least 4.0 times as long. p"),
         ),
         (

@@ -136,7 +136,7 @@ def test_a_version_that_cannot_run_is_refused_with_the_reason(name, set_gpu, tmp
     ) as no:
         select_backend(version, *CUDA)
     assert "\n" not in str(no.value)
-    assert select_backend("auto", *CUDA, documents=True).name == "aten"
+    assert select_backend("auto", *CUDA, is_packed=True).name == "aten"
 
 
 def test_torchs_registry_puts_an_installed_version_in_place(set_gpu, tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_torchs_registry_puts_an_installed_version_in_place(set_gpu, tmp_path, m
     install(tmp_path, monkeypatch, {"flash_attn_interface.py": THIRD} | FOURTH)
     assert select_backend("auto", *CUDA).name == "cudnn"
     assert (
-        select_backend("auto", *CUDA, documents=True).name
+        select_backend("auto", *CUDA, is_packed=True).name
         == select_backend("flash_attn_3", *CUDA).name
     )
     assert select_backend("flash_attn_4", *CUDA).name == "flash_attn_4"
@@ -254,7 +254,7 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
 
 @pytest.mark.parametrize("mask", ["documents", "window and documents"])
 def test_cuda_tiles_go_through_the_version_of_the_gpu(mask, versions, monkeypatch):
-    backend = select_backend("auto", *CUDA, documents=True)
+    backend = select_backend("auto", *CUDA, is_packed=True)
     assert backend.name == "flash_attn_3"
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     test_cuda.CALLS.clear()

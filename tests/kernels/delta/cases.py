@@ -26,7 +26,7 @@ class Case(NamedTuple):
     shared: int = 1
     """Value heads of a key head."""
     per_channel: bool = False
-    documents: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     gate: float = 0.3
     """The gate of every eighth token; 0.3 times a random number elsewhere."""
     beta: float = 2.0
@@ -42,19 +42,19 @@ PACKED = (0, 1, 64, 130, 131, 200)
 TRITON = [
     Case(1),
     Case(65, batch=1),
-    Case(130, documents=(0, 1, 63, 129, 130), batch=1),
-    Case(66, documents=(0, 1, 63, 66), batch=1, dtype="bfloat16"),
-    Case(10, 3, documents=(0, 3, 10), batch=1),
+    Case(130, cu_seqlens=(0, 1, 63, 129, 130), batch=1),
+    Case(66, cu_seqlens=(0, 1, 63, 66), batch=1, dtype="bfloat16"),
+    Case(10, 3, cu_seqlens=(0, 3, 10), batch=1),
     Case(66, width=40, values=70, batch=1),  # more channels than a block, and no power of two
     Case(40, width=130, batch=1),  # chunks of 32 tokens
     Case(70, gate=1000.0, beta=1.0, width=32, batch=1),
     Case(70, gate=0.0, beta=2.0, equal_keys=True, batch=1),
-    Case(70, gate=100.0, beta=2.0, equal_keys=True, documents=(0, 1, 64, 70), batch=1),
+    Case(70, gate=100.0, beta=2.0, equal_keys=True, cu_seqlens=(0, 1, 64, 70), batch=1),
 ]
 TRITON_ON_A_GPU = [
     *TRITON,
-    Case(70, 3, documents=(0, 3, 7, 70), batch=1),
-    Case(130, documents=(0, 1, 63, 129, 130), batch=1, dtype="bfloat16"),
+    Case(70, 3, cu_seqlens=(0, 3, 7, 70), batch=1),
+    Case(130, cu_seqlens=(0, 1, 63, 129, 130), batch=1, dtype="bfloat16"),
     Case(70, gate=100.0, beta=1.0, width=32, batch=1),
     Case(70, beta=1.0, equal_keys=True, batch=1),
     *(Case(1000, 2, width=128, values=128, dtype=dtype) for dtype in ("float32", "bfloat16")),
@@ -86,7 +86,7 @@ def results(case, backend, dtype=torch.float64, device="cpu"):
         leaves[5].to(device, wide(dtype))
     ]
     state = leaves[5].requires_grad_()
-    outputs = delta_rule(*leaves[:5], state, documents=case.documents, backend=backend)
+    outputs = delta_rule(*leaves[:5], state, cu_seqlens=case.cu_seqlens, backend=backend)
     generator = torch.Generator().manual_seed(1)
     gradients = [
         torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device, x.dtype)
@@ -139,8 +139,8 @@ def _faults():
     from kernels.triton import delta
 
     errors_by_fault, gates_with_resets, between = {}, rule.gates_with_resets, delta.decay_between
-    rule.gates_with_resets = lambda g, documents: g
-    errors_by_fault["documents"] = errors_of_triton(Case(20, documents=(0, 7, 20), batch=1))["out"]
+    rule.gates_with_resets = lambda g, cu_seqlens: g
+    errors_by_fault["documents"] = errors_of_triton(Case(20, cu_seqlens=(0, 7, 20), batch=1))["out"]
     rule.gates_with_resets = gates_with_resets
     delta.decay_between = differences
     errors_by_fault["differences"] = errors_of_triton(TRITON[7])["out"]

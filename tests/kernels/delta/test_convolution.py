@@ -11,9 +11,9 @@ from kernels.ops import causal_convolution
 
 CHANNELS = 5
 CASES = [
-    (length, taps, documents)
+    (length, taps, cu_seqlens)
     for taps in (4, 2, 1)
-    for length, documents in (
+    for length, cu_seqlens in (
         (1, None),
         (2, None),
         (37, None),
@@ -33,10 +33,10 @@ def inputs(length, taps, dtype=torch.float64):
     ]
 
 
-def truth(x, weight, before=None, documents=None):
+def truth(x, weight, before=None, cu_seqlens=None):
     """torch's convolution of each document."""
     outputs = []
-    for first, end in pairwise(documents or (0, x.shape[1])):
+    for first, end in pairwise(cu_seqlens or (0, x.shape[1])):
         gap = (
             x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2])
             if first or before is None
@@ -47,22 +47,22 @@ def truth(x, weight, before=None, documents=None):
     return torch.cat(outputs, 1)
 
 
-def with_gradients(function, x, weight, before, dout, documents=None):
+def with_gradients(function, x, weight, before, dout, cu_seqlens=None):
     leaves = [
         y.detach().requires_grad_()
         for y in ((x, weight) if before is None else (x, weight, before))
     ]
-    out = function(*leaves, documents=documents)
+    out = function(*leaves, cu_seqlens=cu_seqlens)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.parametrize(("length", "taps", "documents"), CASES)
+@pytest.mark.parametrize(("length", "taps", "cu_seqlens"), CASES)
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("slab", [7, convolution._SLAB])
-def test_out_and_every_gradient_equal_torch(length, taps, documents, continues, slab, monkeypatch):
+def test_out_and_every_gradient_equal_torch(length, taps, cu_seqlens, continues, slab, monkeypatch):
     monkeypatch.setattr(convolution, "_SLAB", slab)
     x, weight, before, dout = inputs(length, taps)
-    arguments = x, weight, before if continues else None, dout, documents
+    arguments = x, weight, before if continues else None, dout, cu_seqlens
     actual = with_gradients(causal_convolution, *arguments)
     torch.testing.assert_close(actual, with_gradients(truth, *arguments), rtol=1e-13, atol=1e-13)
 
@@ -70,7 +70,7 @@ def test_out_and_every_gradient_equal_torch(length, taps, documents, continues, 
 def test_documents_and_tokens_before_are_seen():
     x, weight, before, _ = inputs(37, 4)
     whole, bounds = causal_convolution(x, weight), (0, 20, 37)
-    apart = causal_convolution(x, weight, documents=bounds)
+    apart = causal_convolution(x, weight, cu_seqlens=bounds)
     changed = (whole - apart).abs().amax((0, 2)) > 1e-6
     assert changed.nonzero().flatten().tolist() == [20, 21, 22]
     changed = (causal_convolution(x, weight, before, bounds) - apart).abs().amax((0, 2)) > 1e-6
@@ -103,4 +103,4 @@ def test_calls_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"before has shape \(2, 2, 5\).* must be \(2, 3, 5\)"):
         causal_convolution(x, weight, before[:, 1:])
     with pytest.raises(ValueError, match="rising from 0 to the number of tokens, 8"):
-        causal_convolution(x, weight, documents=(0, 9))
+        causal_convolution(x, weight, cu_seqlens=(0, 9))

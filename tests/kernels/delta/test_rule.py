@@ -16,9 +16,9 @@ from runtime.errors import UserError
 from tests.kernels.delta.cases import PACKED, Case, errors, inputs, results
 
 CASES = [
-    Case(length, shared, per_channel, documents)
+    Case(length, shared, per_channel, cu_seqlens)
     for shared, per_channel in ((1, False), (3, False), (1, True))
-    for length, documents in (
+    for length, cu_seqlens in (
         *((length, None) for length in (1, 63, 64, 65, 200)),
         (7, (0, 3, 7)),
         (200, PACKED),
@@ -32,7 +32,7 @@ HARD = [
         *(Case(200, gate=gate, beta=1.0, width=32) for gate in (10.0, 100.0, 1000.0)),
         Case(200, beta=1.0, equal_keys=True),
         Case(200, gate=0.0, beta=2.0, equal_keys=True),
-        Case(200, gate=100.0, beta=2.0, equal_keys=True, documents=PACKED),
+        Case(200, gate=100.0, beta=2.0, equal_keys=True, cu_seqlens=PACKED),
     )
 ]
 
@@ -116,8 +116,8 @@ def test_faults_show(fault, monkeypatch):
     The second fault is a state that crosses documents.
     """
     if fault == "documents":
-        case = Case(200, documents=PACKED)
-        monkeypatch.setattr("kernels.delta.rule.gates_with_resets", lambda g, documents: g)
+        case = Case(200, cu_seqlens=PACKED)
+        monkeypatch.setattr("kernels.delta.rule.gates_with_resets", lambda g, cu_seqlens: g)
         assert errors(case, results(case, "chunked"))["out"] > 0.05
         return
     case = HARD[1]
@@ -135,8 +135,8 @@ def _differences(x, dim):
 
 
 def test_one_document_is_one_sequence_and_others_are_apart():
-    *leaves, state = inputs(Case(130, documents=(0, 50, 130)))
-    out, final = delta_rule(*leaves, state, documents=(0, 50, 130))
+    *leaves, state = inputs(Case(130, cu_seqlens=(0, 50, 130)))
+    out, final = delta_rule(*leaves, state, cu_seqlens=(0, 50, 130))
     first, _ = delta_rule(*(x[:, :50] for x in leaves), state)
     second, last = delta_rule(*(x[:, 50:] for x in leaves))
     torch.testing.assert_close(out, torch.cat((first, second), 1), rtol=0, atol=1e-14)
@@ -151,11 +151,12 @@ def test_what_another_document_holds_costs_no_digits(per_channel):
     In the same chunk lies a document with ordinary ones.
     """
     *leaves, _ = (
-        x.requires_grad_() for x in inputs(Case(50, per_channel=per_channel, documents=(0, 20, 50)))
+        x.requires_grad_()
+        for x in inputs(Case(50, per_channel=per_channel, cu_seqlens=(0, 20, 50)))
     )
     want = torch.autograd.grad(delta_rule(*(x[:, :20] for x in leaves))[0].sum(), leaves)
     wild = [leaves[0], torch.cat((leaves[1][:, :20], 25 * leaves[1][:, 20:]), 1), *leaves[2:]]
-    actual = torch.autograd.grad(delta_rule(*wild, documents=(0, 20, 50))[0].sum(), leaves)
+    actual = torch.autograd.grad(delta_rule(*wild, cu_seqlens=(0, 20, 50))[0].sum(), leaves)
     for a, b in zip(actual, want, strict=True):
         torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-13)
 
@@ -188,9 +189,9 @@ def test_wrong_shapes_are_named(index, shape, message):
 
 def test_wrong_documents_and_backends_are_named():
     *leaves, _ = inputs(Case(7))
-    for documents in ((0,), (1, 7), (0, 3), (0, 3, 3, 7)):
+    for cu_seqlens in ((0,), (1, 7), (0, 3), (0, 3, 3, 7)):
         with pytest.raises(ValueError, match="cumulative lengths"):
-            delta_rule(*leaves, documents=documents)
+            delta_rule(*leaves, cu_seqlens=cu_seqlens)
     for empty in ([x[:, :0] for x in leaves], [x[:0] for x in leaves]):
         with pytest.raises(ValueError, match="give at least one of each"):
             delta_rule(*empty)

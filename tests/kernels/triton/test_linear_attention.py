@@ -73,14 +73,14 @@ def test_a_state_without_outputs_is_the_same(interpreted):
     assert interpreted["alone"] == [True, True]
 
 
-def forward(width, value_width, documents=None, *, size=(2, 1000, 8)):
+def forward(width, value_width, cu_seqlens=None, *, size=(2, 1000, 8)):
     from kernels.triton.linear_attention import scan
 
     q, v = meta(*size, width), meta(*size, value_width)
-    scan(q, q, v, [-0.1] * size[-1], documents=documents)
+    scan(q, q, v, [-0.1] * size[-1], cu_seqlens=cu_seqlens)
 
 
-def steps(width, value_width, heads, documents):
+def steps(width, value_width, heads, cu_seqlens):
     """Forward and backward, of one process and of one of several: 14 scans.
 
     One of several takes and passes on a state.
@@ -91,14 +91,14 @@ def steps(width, value_width, heads, documents):
     decays, state = [-0.1] * heads, meta(2, heads, width, value_width, dtype=torch.float32)
     q, v = meta(2, 1000, heads, width), meta(2, 1000, heads, value_width)
     for entering in (None, state):
-        scan(q, q, v, decays, entering, documents)
-        backward(scan, v, entering, q, q, v, decays, entering, documents)
-    scan(q, q, v, decays, None, documents, accum_out=True)  # as StateExecutor
-    scan(None, q, v, decays, None, documents)
-    scan(None, q, v, decays, None, documents, reverse=True)
-    scan(v, v, q, decays, state.transpose(-1, -2), documents)
+        scan(q, q, v, decays, entering, cu_seqlens)
+        backward(scan, v, entering, q, q, v, decays, entering, cu_seqlens)
+    scan(q, q, v, decays, None, cu_seqlens, accum_out=True)  # as StateExecutor
+    scan(None, q, v, decays, None, cu_seqlens)
+    scan(None, q, v, decays, None, cu_seqlens, reverse=True)
+    scan(v, v, q, decays, state.transpose(-1, -2), cu_seqlens)
     for args in ((v, v, q), (q, q, v)):
-        scan(*args, decays, None, documents, reverse=True, accum_out=True)
+        scan(*args, decays, None, cu_seqlens, reverse=True, accum_out=True)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,14 @@ def test_so_does_every_launch(capability, width, value_width, tmp_path, monkeypa
     from kernels.triton import linear_attention as fused
 
     launched = list[Launched]()
-    for parts, heads, documents in ((1, 8, None), (1, 16, (0, 100, 1000)), (4, 16, (0, 100, 1000))):
+    for parts, heads, cu_seqlens in (
+        (1, 8, None),
+        (1, 16, (0, 100, 1000)),
+        (4, 16, (0, 100, 1000)),
+    ):
         monkeypatch.setattr(fused, "parts_of", lambda _, parts=parts: parts)
         launched += compiled(
-            capability, lambda args=(heads, documents): steps(width, value_width, *args)
+            capability, lambda args=(heads, cu_seqlens): steps(width, value_width, *args)
         )
     kernels = {id(launch.kernel): launch for launch in launched}
     assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, (
@@ -166,9 +170,9 @@ def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
 
 def test_documents_travel_to_the_device_once():
     """Not in every layer, whose host would wait for it."""
-    for documents in (None, (0, 100, 1000)):
+    for cu_seqlens in (None, (0, 100, 1000)):
         launched = compiled(
-            90, lambda args=documents: [forward(16, 16, documents=args) for _ in range(2)]
+            90, lambda args=cu_seqlens: [forward(16, 16, cu_seqlens=args) for _ in range(2)]
         )
         first, *others = (
             launch.arguments[BOUNDS] for launch in launched if launch.name == "scan_kernel"
@@ -198,8 +202,8 @@ def test_segments_are_whole_chunks_of_one_document():
 
 
 LONG = [
-    Case(4097, "bfloat16", documents, programs=programs)
-    for documents in (None, (0, 1000, 4097))
+    Case(4097, "bfloat16", cu_seqlens, programs=programs)
+    for cu_seqlens in (None, (0, 1000, 4097))
     for programs in (1, 528)
 ]
 

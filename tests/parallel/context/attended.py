@@ -15,7 +15,7 @@ from parallel.context.layout import Window
 from runtime.ranks import run_ranks
 
 BATCH, LENGTH, HEAD_DIM = 2, 123, 32
-DOCUMENTS = (0, 7, 30, 31, 80, 123)
+CU_SEQLENS = (0, 7, 30, 31, 80, 123)
 SINKS = (0.5, -1.5, 2.0, 0.0, 1.25, -3.0, 3.5, 1.0)
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 0.0}
 """Relative error of a norm that is always allowed."""
@@ -29,7 +29,7 @@ Each rank rounds its own to the dtype.
 class Masked(NamedTuple):
     """The documents, mask and shape of an attention."""
 
-    documents: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     window: Window | None = None
     causal: bool = True
     sinks: bool = False
@@ -40,7 +40,7 @@ class Masked(NamedTuple):
     @property
     def whole(self):
         """Return whether it is one document without a window."""
-        return self.documents is None and self.window is None
+        return self.cu_seqlens is None and self.window is None
 
 
 PLAIN = Masked(length=251)
@@ -68,7 +68,7 @@ def bias(masked):
     """0 where a query sees a key and -inf elsewhere, float64 [length, length]."""
     position = torch.arange(masked.length)
     document = torch.bucketize(
-        position, torch.tensor((masked.documents or (0, masked.length))[1:]), right=True
+        position, torch.tensor((masked.cu_seqlens or (0, masked.length))[1:]), right=True
     )
     left, right = masked.window or (-1, -1)
     ahead = position - position[:, None]  # [query, key]
@@ -163,7 +163,7 @@ class Ranks:
         elif masked.length not in lengths:
             lengths[masked.length] = next(iter(lengths.values())).over(masked.length)
         whole = lengths[masked.length]
-        return whole, whole.under(documents=masked.documents, window=masked.window)
+        return whole, whole.under(documents=masked.cu_seqlens, window=masked.window)
 
 
 def attended(ranks, method, options, masked, dtype):

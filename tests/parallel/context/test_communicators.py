@@ -42,12 +42,12 @@ from train.tasks.diffusion import DiffusionTask
 from train.tasks.language import LanguageTask
 
 LENGTH = 251
-DOCUMENTS = (0, 9, 100, 101, LENGTH)
+CU_SEQLENS = (0, 9, 100, 101, LENGTH)
 MASKS = {
     "causal": {},
     "full": {"causal": False},
-    "documents": {"documents": DOCUMENTS},
-    "window": {"documents": DOCUMENTS, "window": (60, 0)},
+    "documents": {"documents": CU_SEQLENS},
+    "window": {"documents": CU_SEQLENS, "window": (60, 0)},
 }
 STATES = ("lasp", "lasp2")
 
@@ -109,18 +109,18 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
 
 @pytest.mark.parametrize("method", STATES)
 def test_states_travel_to_their_end(method):
-    for size, documents in ((2, None), (4, (0, 64, 100, 256))):  # one ends between two ranks
+    for size, cu_seqlens in ((2, None), (4, (0, 64, 100, 256))):  # one ends between two ranks
         assert (
-            play(timelines(make_plan(method, seq_len=256, size=size, documents=documents), states))
+            play(timelines(make_plan(method, seq_len=256, size=size, documents=cu_seqlens), states))
             > 0
         )
 
 
 HYBRIDS = (
     ("lasp", "zigzag", {}),
-    ("lasp2", "striped", {"documents": DOCUMENTS}),
+    ("lasp2", "striped", {"documents": CU_SEQLENS}),
     ("lasp", "ulysses", {"layout": "zigzag"}),
-    ("lasp", "exchange", {"documents": DOCUMENTS}),
+    ("lasp", "exchange", {"documents": CU_SEQLENS}),
 )
 
 
@@ -205,7 +205,7 @@ def lost(posted, what, rank):
 
 def packed(method, width=64):
     return timelines(
-        make_plan(method, seq_len=LENGTH, size=4, documents=DOCUMENTS), softmax(width=width)
+        make_plan(method, seq_len=LENGTH, size=4, documents=CU_SEQLENS), softmax(width=width)
     )
 
 

@@ -17,7 +17,7 @@ from parallel.context.transport import HeadExchange, Transport
 from runtime.ranks import run_ranks
 from tests.compositions import SLOW_RANKS, compositions
 from tests.parallel.context.attended import (
-    DOCUMENTS,
+    CU_SEQLENS,
     PLAIN,
     Masked,
     Ranks,
@@ -31,13 +31,13 @@ from tests.parallel.context.attended import (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 MOVES = ("kv", "queries")
 PACKED = Masked((0, 50, 51, 130, 251), length=251)
-EVERYTHING = Masked(DOCUMENTS, (9, 0), sinks=True)
+EVERYTHING = Masked(CU_SEQLENS, (9, 0), sinks=True)
 MASKS = (
     PLAIN._replace(causal=False),
     Masked(window=(9, 0)),
-    Masked(DOCUMENTS, (9, 0)),
+    Masked(CU_SEQLENS, (9, 0)),
     Masked(sinks=True),
-    Masked(DOCUMENTS, causal=False),
+    Masked(CU_SEQLENS, causal=False),
     EVERYTHING,
     Masked(window=(9, 4), causal=False),
     Masked(length=256, kv_heads=8),
@@ -162,7 +162,7 @@ CONTROLS = [
         )
         for fault, mask in (
             (nothing, EVERYTHING),
-            (nothing, EVERYTHING._replace(documents=(0, 7, 30, 80, 123))),
+            (nothing, EVERYTHING._replace(cu_seqlens=(0, 7, 30, 80, 123))),
             (nothing, EVERYTHING._replace(window=(8, 0))),
             (nothing, EVERYTHING._replace(window=(10, 0))),
             (halo_one_row_short, EVERYTHING),

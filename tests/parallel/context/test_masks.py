@@ -170,9 +170,9 @@ def test_plans_of_past_micro_batches_are_forgotten():
 
 
 def test_a_layer_with_a_window_keeps_the_layout_of_those_without():
-    documents = {"documents": (0, 1000, 4096)}
+    packed = {"documents": (0, 1000, 4096)}
     whole, alone = (
-        plan.make_plan("exchange", seq_len=4096, size=8, window=w, **documents)
+        plan.make_plan("exchange", seq_len=4096, size=8, window=w, **packed)
         for w in (None, (64, 0))
     )
     assert whole.windowed((64, 0)).layout == whole.layout != alone.layout

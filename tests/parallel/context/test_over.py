@@ -10,7 +10,7 @@ from kernels.ops import delta_rule
 from parallel.context import METHODS, context_parallel
 from runtime.ranks import run_ranks
 
-LENGTH, DOCUMENTS, SCALE = 37, (0, 5, 29, 37), 0.7
+LENGTH, CU_SEQLENS, SCALE = 37, (0, 5, 29, 37), 0.7
 
 
 def draw(*shape):
@@ -28,7 +28,7 @@ def attended(attend, leaves, dout):
 
 def naive(scale):
     """Attention within documents [1, LENGTH, 4, 8]."""
-    document = torch.bucketize(torch.arange(LENGTH), torch.tensor(DOCUMENTS[1:]), right=True)
+    document = torch.bucketize(torch.arange(LENGTH), torch.tensor(CU_SEQLENS[1:]), right=True)
     hidden = ~((document[:, None] == document) & torch.ones(LENGTH, LENGTH).tril().bool())
 
     def attend(q, k, v):
@@ -53,7 +53,7 @@ def over(rank, world_size):
     errors_by_method = {}
     for method in METHODS:
         first = context_parallel(method, seq_len=world_size, group=dist.group.WORLD)
-        cp = first.over(LENGTH, documents=DOCUMENTS)
+        cp = first.over(LENGTH, documents=CU_SEQLENS)
         assert cp.transport._far is first.transport._far
         assert cp.transport._groups is first.transport._groups
         assert first.over(LENGTH).plan is first.over(LENGTH).plan
@@ -65,13 +65,13 @@ def over(rank, world_size):
         whole = [cp.unshard(x, 1) for x in mine]
         errors_by_method[method] = error(whole, truth), error(whole, control)
     cp = context_parallel("zigzag", seq_len=2, group=dist.group.WORLD).over(
-        LENGTH, documents=DOCUMENTS
+        LENGTH, documents=CU_SEQLENS
     )
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in leaves[:2])
     operands = q, k, leaves[2], -leaves[0][..., 0].abs(), leaves[1][..., 0].sigmoid()
     out = cp.attend_delta(*(cp.shard(x, 1) for x in operands))
     errors_by_method["delta"] = (
-        error([cp.unshard(out, 1)], [delta_rule(*operands, documents=DOCUMENTS)[0]]),
+        error([cp.unshard(out, 1)], [delta_rule(*operands, cu_seqlens=CU_SEQLENS)[0]]),
         1,
     )
     return errors_by_method

@@ -56,7 +56,7 @@ def coverage(plan, moves="kv"):
 def visible(plan):
     """The pairs that the mask leaves; padding is a document of its own."""
     position = np.arange(plan.padded_len)
-    boundaries = list(plan.documents[1:-1]) if plan.documents else []
+    boundaries = list(plan.cu_seqlens[1:-1]) if plan.cu_seqlens else []
     boundaries.append(plan.seq_len)
     document = np.searchsorted(boundaries, position, side="right")
     same = document[:, None] == document[None, :]
@@ -112,8 +112,8 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
         )
         masks = product((True, False), (None, packed))
         plans = [
-            make_plan(method, seq_len=length, size=size, causal=causal, documents=documents)
-            for causal, documents in masks
+            make_plan(method, seq_len=length, size=size, causal=causal, documents=cu_seqlens)
+            for causal, cu_seqlens in masks
         ]
         for geometry in {plan.geometry for plan in plans}:
             check_transfers(geometry)
@@ -125,11 +125,11 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
 
 @pytest.mark.parametrize(("method", "size", "options"), PLANNED)
 def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, options):
-    for causal, documents in product(
+    for causal, cu_seqlens in product(
         (True, False), (None, tuple(sorted({0, 3, size, 3 * size + 1})))
     ):
         plan = make_plan(
-            method, seq_len=3 * size + 1, size=size, causal=causal, documents=documents, **options
+            method, seq_len=3 * size + 1, size=size, causal=causal, documents=cu_seqlens, **options
         )
         owned = np.concatenate([plan.positions(rank).numpy() for rank in range(size)])
         np.testing.assert_array_equal(np.sort(owned), np.arange(plan.padded_len))

@@ -115,11 +115,11 @@ MILLION = 1 << 20
 
 def written_out(positions, stride, boundaries):
     """The pieces of ascending positions, found by looking at each of them."""
-    documents = np.searchsorted(boundaries, positions, side="right")
-    breaks = np.flatnonzero((np.diff(positions) != stride) | (np.diff(documents) != 0)) + 1
+    document = np.searchsorted(boundaries, positions, side="right")
+    breaks = np.flatnonzero((np.diff(positions) != stride) | (np.diff(document) != 0)) + 1
     starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(positions)]
     return [
-        Piece(int(positions[start]), start, stop - start, int(documents[start]))
+        Piece(int(positions[start]), start, stop - start, int(document[start]))
         for start, stop in zip(starts, stops, strict=True)
     ]
 

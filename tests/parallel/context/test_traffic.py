@@ -107,12 +107,12 @@ def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
     on (C^2 = P) none arrives. Most rows travel under the last mask too: a sender that kept all it
     passed on would hold four times as many.
     """
-    documents = {"documents": (0, TOKENS - 8, TOKENS)}
+    packed = {"documents": (0, TOKENS - 8, TOKENS)}
     on_four = [
         ("ring", {}),
         ("wallfacer", {}),
         ("wallfacer", {"team_size": 2}),
-        ("ring", documents),
+        ("ring", packed),
     ]
     for ring, single, team, needed in run_ranks(hold, 4, on_four):
         assert ring == single == 8 + LSE

@@ -227,7 +227,7 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
     )
     assert local["positions"][0, ROWS * LENGTH :].tolist() == [0, 0]
     assert local["labels"][0, ROWS * LENGTH :].tolist() == [IGNORE_INDEX] * 2
-    assert PLANS[local["plan"]].documents == (0, 4, 8, 13, 14, 26)
+    assert PLANS[local["plan"]].cu_seqlens == (0, 4, 8, 13, 14, 26)
     assert objective.lengths(local) == [4, 4, 5, 1, 12], "FLOPs count attention inside documents"
     assert joined().lengths(joined().local(batch)) == [LENGTH] * ROWS
     name, like = objective.first_input(ROWS)
@@ -282,7 +282,7 @@ def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch():
     parts = torch.cat([batch["plan"] for batch in batches]).chunk(2)
     plan._packed.cache_clear()
     gc.collect()
-    assert [len(PLANS[part].documents or ()) for part in parts] == [6, 5]
+    assert [len(PLANS[part].cu_seqlens or ()) for part in parts] == [6, 5]
     numbers = [int(part) for part in parts]
     del batches
     gc.collect()

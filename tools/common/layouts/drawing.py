@@ -58,15 +58,17 @@ def drawing(
     seq_length: int,
     size: int,
     causal: bool = True,
-    documents: tuple[int, ...] | None = None,
+    cu_seqlens: tuple[int, ...] | None = None,
     window: Window | None = None,
 ) -> Drawing:
-    """Compute the data to draw a method; the arguments are those of ``make_plan``.
+    """Compute the data to draw a method.
+
+    The arguments are those of ``make_plan``, with ``cu_seqlens`` as its ``documents``.
 
     Raises ContextError as ``make_plan`` does, and if the method splits heads.
     """
     plan = make_plan(
-        method, seq_len=seq_length, size=size, causal=causal, documents=documents, window=window
+        method, seq_len=seq_length, size=size, causal=causal, documents=cu_seqlens, window=window
     )
     if plan.geometry.ulysses_degree > 1:
         raise ContextError(

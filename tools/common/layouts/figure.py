@@ -86,19 +86,19 @@ def _headline(drawing: Drawing) -> str:
     """Return the title of a figure: the sequence, the ranks and the mask."""
     plan = drawing.plan
     tokens = f"{plan.seq_len} tokens"
-    if plan.documents:
-        tokens += f" in {len(plan.documents) - 1} documents"
+    if plan.cu_seqlens:
+        tokens += f" in {len(plan.cu_seqlens) - 1} documents"
     if plan.padded_len != plan.seq_len:
         tokens += f" (padded to {plan.padded_len})"
 
     mask = "causal mask" if plan.causal else "full mask"
     if plan.mask.window:
-        left, right = plan.mask.window
+        keys_before, keys_after = plan.mask.window
         neighbours = []
-        if left >= 0:
-            neighbours.append(f"{left} before")
-        if right > 0:
-            neighbours.append(f"{right} after")
+        if keys_before >= 0:
+            neighbours.append(f"{keys_before} before")
+        if keys_after > 0:
+            neighbours.append(f"{keys_after} after")
         mask += f", each sees itself and {' and '.join(neighbours)}"
 
     return f"Who owns which token, who computes what when: {tokens}, {plan.size} ranks, {mask}"
@@ -188,8 +188,8 @@ def _token_strip(axes: "Axes", drawing: Drawing) -> None:
 
     axes.set_yticks([0], ["tokens"])
     axes.set_ylim(-0.5, 0.5)
-    if drawing.plan.documents:
-        _document_ticks(axes, drawing.plan.documents)
+    if drawing.plan.cu_seqlens:
+        _document_ticks(axes, drawing.plan.cu_seqlens)
     else:
         axes.locator_params("x", nbins=5, integer=True)
 

@@ -17,7 +17,7 @@ from parallel.context.linear import segments as scanned
 from parallel.context.linear.segments import SCHEDULES, segments
 from runtime.ranks import run_ranks
 from tests.compositions import CONSECUTIVE
-from tests.parallel.context.linear.cases import DOCUMENTS, delta_traffic, with_gradients
+from tests.parallel.context.linear.cases import CU_SEQLENS, delta_traffic, with_gradients
 
 BATCH, KEYS, WIDTH, VALUES = 2, 2, 6, 5
 TEAMS = [
@@ -25,7 +25,6 @@ TEAMS = [
     ("double_ring", {"layout": "contiguous", "ranks_per_node": 2}),
 ]
 """Methods for 4 ranks, in their layouts of consecutive tokens."""
-Documents = tuple[int, ...] | None
 
 
 class Case(NamedTuple):
@@ -36,7 +35,7 @@ class Case(NamedTuple):
 
     layout: tuple[str, dict[str, Any]]
     length: int
-    documents: Documents
+    cu_seqlens: tuple[int, ...] | None
     shared: int | None
     schedule: str = "auto"
 
@@ -45,7 +44,7 @@ class Case(NamedTuple):
         method, options = self.layout
         arguments = {
             "seq_len": self.length,
-            "documents": self.documents,
+            "documents": self.cu_seqlens,
             "delta_rule_schedule": self.schedule,
         }
         return make(method, **arguments, **options, **others)
@@ -54,14 +53,14 @@ class Case(NamedTuple):
 SEQUENCES = [
     (251, None, 1),
     (5, None, 2),
-    (251, DOCUMENTS, 2),
-    (251, DOCUMENTS, None),
+    (251, CU_SEQLENS, 2),
+    (251, CU_SEQLENS, None),
     (256, (0, 64, 96, 128, 256), 1),
     (40, tuple(range(41)), 1),
 ]
 LAYOUT_CASES = [Case(layout, *sequence) for layout in CONSECUTIVE for sequence in SEQUENCES]
 TEAM_CASES = [
-    Case(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)
+    Case(layout, 251, cu_seqlens, 1) for layout in TEAMS for cu_seqlens in (None, CU_SEQLENS)
 ]
 
 
@@ -95,9 +94,9 @@ def inputs(length, shared):
 
 
 @cache
-def truth(length, documents, shared):
+def truth(length, cu_seqlens, shared):
     def attend(*tensors):
-        return delta_rule(*tensors, documents=documents, backend="reference")[0]
+        return delta_rule(*tensors, cu_seqlens=cu_seqlens, backend="reference")[0]
 
     return with_gradients(attend, inputs(length, shared))
 
@@ -112,7 +111,7 @@ def errors(got, want):
 
 
 def worst(got, case):
-    return max(errors(got, truth(case.length, case.documents, case.shared)).values())
+    return max(errors(got, truth(case.length, case.cu_seqlens, case.shared)).values())
 
 
 def attend_on_ranks(rank, world_size, cases, fault=None):
@@ -203,7 +202,7 @@ def decay_alone(patch):
 
 def documents_joined(patch):
     """Documents that are not told apart."""
-    patch.setattr(scanned, "gates_with_resets", lambda g, documents: g)
+    patch.setattr(scanned, "gates_with_resets", lambda g, cu_seqlens: g)
 
 
 def maps_out_of_order(patch):

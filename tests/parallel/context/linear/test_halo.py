@@ -11,13 +11,13 @@ from parallel.context.linear.halo import halo_traffic, halos
 from parallel.context.sparse.rows import as_columns, rows_seen
 from runtime.ranks import run_ranks
 from tests.compositions import CONSECUTIVE
-from tests.parallel.context.linear.cases import DOCUMENTS, with_gradients
+from tests.parallel.context.linear.cases import CU_SEQLENS, with_gradients
 
 BATCH, CHANNELS, TAPS = 2, 3, 4
 LENGTHS = [
     (251, None),
     (5, None),  # pieces shorter than the halo, ranks of padding alone
-    (251, DOCUMENTS),
+    (251, CU_SEQLENS),
     (40, tuple(range(41))),
 ]
 CASES = [(layout, *rest) for layout in CONSECUTIVE for rest in LENGTHS]
@@ -35,9 +35,9 @@ def convolve_on_ranks(rank, world_size, cases, fault=None):
     if fault:
         fault()
     results = []
-    for (method, options), length, documents in cases:
+    for (method, options), length, cu_seqlens in cases:
         cp = context_parallel(
-            method, seq_len=length, group=dist.group.WORLD, documents=documents, **options
+            method, seq_len=length, group=dist.group.WORLD, documents=cu_seqlens, **options
         )
         x, weight, dout = inputs(length)
         padding = (cp.positions >= length).nonzero().flatten()
@@ -50,9 +50,9 @@ def convolve_on_ranks(rank, world_size, cases, fault=None):
     return results
 
 
-def worst(got, length, documents):
+def worst(got, length, cu_seqlens):
     want = with_gradients(
-        lambda x, weight: causal_convolution(x, weight, documents=documents), inputs(length)
+        lambda x, weight: causal_convolution(x, weight, cu_seqlens=cu_seqlens), inputs(length)
     )
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
@@ -60,11 +60,11 @@ def worst(got, length, documents):
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_are_exact_and_send_what_the_plan_says(world_size):
     results = run_ranks(convolve_on_ranks, world_size, CASES)
-    for index, (layout, length, documents) in enumerate(CASES):
+    for index, (layout, length, cu_seqlens) in enumerate(CASES):
         got, _ = results[0][index]
-        assert worst(got, length, documents) <= 1e-14, (layout, length, documents)
+        assert worst(got, length, cu_seqlens) <= 1e-14, (layout, length, cu_seqlens)
         plan = make_plan(
-            layout[0], seq_len=length, size=world_size, documents=documents, **layout[1]
+            layout[0], seq_len=length, size=world_size, documents=cu_seqlens, **layout[1]
         )
         for rank, result in enumerate(results):
             ways = [
@@ -84,11 +84,11 @@ def across_documents():
     cut = halo.cut
 
     def joined(plan):
-        return cut(plan.under(documents=None, window=None))
+        return cut(plan.under(cu_seqlens=None, window=None))
 
     halo.cut = joined
     halo.segments = lambda plan, segments=halo.segments: segments(
-        plan.under(documents=None, window=None)
+        plan.under(cu_seqlens=None, window=None)
     )
 
 
@@ -98,9 +98,9 @@ def test_faults_show(fault, case):
     assert worst(got, *case[1:]) > 1e-3
 
 
-@pytest.mark.parametrize(("layout", "length", "documents"), CASES)
-def test_rows_are_those_that_a_window_would_see(layout, length, documents):
-    plan = make_plan(layout[0], seq_len=length, size=4, documents=documents, **layout[1])
+@pytest.mark.parametrize(("layout", "length", "cu_seqlens"), CASES)
+def test_rows_are_those_that_a_window_would_see(layout, length, cu_seqlens):
+    plan = make_plan(layout[0], seq_len=length, size=4, documents=cu_seqlens, **layout[1])
     pieces = as_columns([plan.real_pieces((rank,)) for rank in range(4)])
     seen_rows = rows_seen(pieces, pieces, 1, (TAPS - 1, 0))
     want = {
@@ -130,23 +130,23 @@ def test_sums_of_bfloat16_are_the_bits_of_one_process():
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def half_gradient(rank, world_size, length, documents):
+def half_gradient(rank, world_size, length, cu_seqlens):
     """dx [B, T, C] in bfloat16."""
-    cp = context_parallel("zigzag", seq_len=length, group=dist.group.WORLD, documents=documents)
+    cp = context_parallel("zigzag", seq_len=length, group=dist.group.WORLD, documents=cu_seqlens)
     x, weight, dout = (y.bfloat16() for y in inputs(length))
     return cp.unshard(
         with_gradients(cp.convolve, [cp.shard(x, 1), weight, cp.shard(dout, 1)])[1], 1
     )
 
 
-@pytest.mark.parametrize(("length", "documents"), [(64, None), (5, None), (40, (0, 3, 9, 40))])
-def test_a_gradient_of_several_ranks_is_rounded_once(length, documents):
+@pytest.mark.parametrize(("length", "cu_seqlens"), [(64, None), (5, None), (40, (0, 3, 9, 40))])
+def test_a_gradient_of_several_ranks_is_rounded_once(length, cu_seqlens):
     """Pieces shorter than the halo have rows that several read."""
     exact = [y.bfloat16().double() for y in inputs(length)]
     want = with_gradients(
-        lambda x, weight: causal_convolution(x, weight, documents=documents), exact
+        lambda x, weight: causal_convolution(x, weight, cu_seqlens=cu_seqlens), exact
     )[1]
-    for got in run_ranks(half_gradient, 3, length, documents):
+    for got in run_ranks(half_gradient, 3, length, cu_seqlens):
         assert ((got.double() - want).abs() <= (want.bfloat16().double() - want).abs() + 1e-6).all()
 
 

@@ -117,10 +117,10 @@ def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one():
     inside, outside = context_parallel("ring", seq_len=8), context_parallel("lasp", seq_len=8)
     attend, x = InsideAttention(inside, outside), torch.randn(1, 8, 2, 4)
     masks = [(0, 3, 8), (0, 5, 8)]
-    handles = [outside.under(documents=documents).handle for documents in masks]
-    for documents, handle in zip(masks, handles, strict=True):
+    handles = [outside.under(documents=cu_seqlens).handle for cu_seqlens in masks]
+    for cu_seqlens, handle in zip(masks, handles, strict=True):
         assert torch.equal(
-            attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x)
+            attend(x, x, x, handle), inside.under(documents=cu_seqlens).attend(x, x, x)
         )
         inner_handle = attend.inner_handle(handle)
         assert inner_handle is attend.inner_handle(handle)
@@ -134,7 +134,7 @@ def test_a_plan_of_the_outer_layout_that_is_gone_leaves_none_of_the_inner_one():
         attend = InsideAttention(inside, outside)
         handle = outside.under(documents=(0, 3, 8)).handle
         inner_plan = PLANS[attend.inner_handle(handle).tensor]
-        assert inner_plan.documents == (0, 3, 8)
+        assert inner_plan.cu_seqlens == (0, 3, 8)
         assert inner_plan is attend.under(PLANS[handle.tensor]).plan
         gone = weakref.ref(inner_plan)
         del inner_plan, handle

@@ -8,17 +8,17 @@ import pytest
 from parallel.context import make_plan
 from parallel.context.linear.segments import cut, rounds, schedule_of
 from tests.compositions import CONSECUTIVE
-from tests.parallel.context.linear.cases import DOCUMENTS, delta_traffic
+from tests.parallel.context.linear.cases import CU_SEQLENS, delta_traffic
 
 
 def plans(size, schedule):
     for method, options in CONSECUTIVE:
-        for documents in (None, DOCUMENTS, tuple(range(252))):
+        for cu_seqlens in (None, CU_SEQLENS, tuple(range(252))):
             yield make_plan(
                 method,
                 seq_len=251,
                 size=size,
-                documents=documents,
+                documents=cu_seqlens,
                 delta_rule_schedule=schedule,
                 **options,
             )

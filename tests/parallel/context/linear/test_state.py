@@ -19,7 +19,7 @@ from parallel.context.transport import Transport
 from runtime.ranks import run_ranks
 from tests.compositions import STATES
 from tests.parallel.context.attended import error
-from tests.parallel.context.linear.cases import DOCUMENTS, with_gradients
+from tests.parallel.context.linear.cases import CU_SEQLENS, with_gradients
 
 BATCH, HEADS, WIDTH = 2, 8, 8
 LOG_DECAY = tuple(math.log(decay) for decay in (1.0, 0.999, 0.99, 0.9, 0.7, 0.5, 0.3, 0.2))
@@ -29,7 +29,7 @@ LENGTHS = [
     (256, None),
     (251, None),  # padded on any number of ranks
     (5, None),  # on 8 ranks some have nothing but padding
-    (251, DOCUMENTS),  # documents over several ranks, and several documents on one
+    (251, CU_SEQLENS),  # documents over several ranks, and several documents on one
     (256, (0, 64, 96, 128, 256)),  # that end where ranks do
 ]
 
@@ -50,17 +50,17 @@ def inputs(length, dtype):
 
 
 @cache
-def truth(length, documents, dtype):
+def truth(length, cu_seqlens, dtype):
     def attend(q, k, v):
-        return reference.linear_attention(q, k, v, LOG_DECAY, documents=documents)[0]
+        return reference.linear_attention(q, k, v, LOG_DECAY, cu_seqlens=cu_seqlens)[0]
 
     return with_gradients(attend, list(inputs(length, dtype)))
 
 
 @cache
-def one_process(length, documents, dtype):
+def one_process(length, cu_seqlens, dtype):
     def attend(q, k, v):
-        return linear_attention(q, k, v, LOG_DECAY, documents=documents, backend="chunked")[0]
+        return linear_attention(q, k, v, LOG_DECAY, cu_seqlens=cu_seqlens, backend="chunked")[0]
 
     return with_gradients(attend, [x.to(dtype) for x in inputs(length, dtype)])
 
@@ -68,9 +68,9 @@ def one_process(length, documents, dtype):
 def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
     """[out, dq, dk, dv] of the whole sequence for each case."""
     results = []
-    for method, layout, length, documents, dtype in cases:
+    for method, layout, length, cu_seqlens, dtype in cases:
         cp = context_parallel(
-            method, seq_len=length, group=dist.group.WORLD, documents=documents, layout=layout
+            method, seq_len=length, group=dist.group.WORLD, documents=cu_seqlens, layout=layout
         )
         local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
         # What padding holds must reach nothing.
@@ -158,11 +158,11 @@ def count_bytes(rank, world_size, lengths):
     """Bytes sent forward and backward, which are the plan's."""
     counts = []
     for method, layout in STATES:
-        for length, documents in product(lengths, (None, (0, 21, 64))):
-            if documents and length != documents[-1]:
+        for length, cu_seqlens in product(lengths, (None, (0, 21, 64))):
+            if cu_seqlens and length != cu_seqlens[-1]:
                 continue
             cp = context_parallel(
-                method, seq_len=length, group=dist.group.WORLD, layout=layout, documents=documents
+                method, seq_len=length, group=dist.group.WORLD, layout=layout, documents=cu_seqlens
             )
             keys = 2 * WIDTH if method == "ulysses" else WIDTH  # as LRPE makes them
             leaves = [
@@ -176,7 +176,7 @@ def count_bytes(rank, world_size, lengths):
             cost = cp.plan.cost(rank, **sizes, head_dim=keys, value_dim=WIDTH)
             assert (forward, cp.transport.traffic) == (cost.forward, cost.backward)
             counts += [(method, layout, length, forward, cp.transport.traffic)] * (
-                documents is None
+                cu_seqlens is None
             )
     return counts
 

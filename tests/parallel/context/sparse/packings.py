@@ -12,7 +12,7 @@ def token_work(layout):
     """Keys that each token sees: int64 ``[seq_len]``, 0 for padding."""
     left, right = layout.reach
     work = np.zeros(layout.seq_len, dtype=np.int64)
-    for begin, end in zip(layout.documents, layout.documents[1:], strict=False):
+    for begin, end in zip(layout.cu_seqlens, layout.cu_seqlens[1:], strict=False):
         offset = np.arange(end - begin)
         work[begin:end] = np.minimum(offset, left) + 1 + np.minimum(end - begin - 1 - offset, right)
     return work
@@ -37,7 +37,7 @@ class Transfers(NamedTuple):
 def transfers(layout):
     """The rows that each place's queries see and another place holds, as positions."""
     line = Line(layout.num_places, layout.seq_len)
-    rows = travelling(in_parts(layout.pieces(), layout.bounds), line, layout.reach)
+    rows = travelling(in_parts(layout.pieces(), layout.cu_seqlens_array), line, layout.reach)
     start = line.pairs(rows) * (layout.seq_len + 1)
     return Transfers(
         *np.divmod(line.pairs(rows), layout.num_places), *(edge - start for edge in rows)
@@ -66,8 +66,8 @@ def drawn(rng):
         if rng.random() < 0.5
         else None
     )
-    documents = (0, *inner.astype(int).tolist(), real)
-    return ArcLayout(size * tokens, real, size, team_size, documents, causal, window)
+    cu_seqlens = (0, *inner.astype(int).tolist(), real)
+    return ArcLayout(size * tokens, real, size, team_size, cu_seqlens, causal, window)
 
 
 def lognormal(rng, seq_len):
@@ -88,7 +88,7 @@ def short(rng, seq_len):
 
 def filled(length, seq_len, seed):
     """Documents of drawn lengths until the sequence is full; the last one is cut."""
-    rng, documents = np.random.default_rng(seed), [0]
-    while documents[-1] < seq_len:
-        documents.append(min(documents[-1] + int(length(rng, seq_len)), seq_len))
-    return tuple(documents)
+    rng, cu_seqlens = np.random.default_rng(seed), [0]
+    while cu_seqlens[-1] < seq_len:
+        cu_seqlens.append(min(cu_seqlens[-1] + int(length(rng, seq_len)), seq_len))
+    return tuple(cu_seqlens)

@@ -46,7 +46,7 @@ def visible(plan):
     Padding sees nothing and is not seen.
     """
     position = np.arange(plan.padded_len)
-    document = np.searchsorted((plan.documents or (0, plan.seq_len))[1:], position, side="right")
+    document = np.searchsorted((plan.cu_seqlens or (0, plan.seq_len))[1:], position, side="right")
     behind, ahead = (plan.padded_len if reach is None else reach for reach in plan.mask.reach)
     distance = position - position[:, None]  # [query, key]
     real = position < plan.seq_len
@@ -282,5 +282,5 @@ def drawn(draw, method, size):
     return (
         plan.windowed(window)
         if draw.random() < 0.5
-        else plan.under(documents=plan.documents, window=window)
+        else plan.under(cu_seqlens=plan.cu_seqlens, window=window)
     )

@@ -25,8 +25,8 @@ from tests.parallel.context.sparse.packings import (
 )
 
 
-def balanced(documents, size, **mask):
-    return ArcLayout(documents[-1], documents[-1], size, 1, documents, **mask)
+def balanced(cu_seqlens, size, **mask):
+    return ArcLayout(cu_seqlens[-1], cu_seqlens[-1], size, 1, cu_seqlens, **mask)
 
 
 def imbalance(layout, under=None):
@@ -57,14 +57,14 @@ def check(layout):
             joined, np.concatenate([np.arange(a, a + count) for a, count in pieces])
         )
     _, start, length, document, _ = layout.pieces()
-    bounds = np.array([*layout.documents, layout.seq_len])  # document -1 is the last, of padding
+    bounds = np.array([*layout.cu_seqlens, layout.seq_len])  # document -1 is the last, of padding
     assert (start >= bounds[:-1][document]).all()
     assert (start + length <= bounds[1:][document]).all()
-    assert len(start) <= len(layout.documents) - 1 + (layout.seq_len > layout.real) + 2 * (
+    assert len(start) <= len(layout.cu_seqlens) - 1 + (layout.seq_len > layout.real) + 2 * (
         layout.num_places - 1
     )
     work, left, right = place_work(layout, layout), *layout.reach
-    max_work = min(left + 1 + right, np.diff(layout.documents).max())
+    max_work = min(left + 1 + right, np.diff(layout.cu_seqlens).max())
     assert np.abs(work - work.mean()).max() <= 0.003 * work.mean() + max_work + 1
 
 
@@ -146,11 +146,11 @@ def test_a_window_over_one_document_moves_little_more_than_the_halo():
 
 
 def test_each_mask_has_its_own_balance():
-    documents = filled(lognormal, 2**14, 0)
+    cu_seqlens = filled(lognormal, 2**14, 0)
     masks = [{}, {"window": (256, 0)}, {"causal": False}, {"causal": False, "window": (100, 300)}]
     for mask in masks:
-        assert imbalance(balanced(documents, 8, **mask)) <= 1.005
-    causal, windowed = (balanced(documents, 8, **mask) for mask in masks[:2])
+        assert imbalance(balanced(cu_seqlens, 8, **mask)) <= 1.005
+    causal, windowed = (balanced(cu_seqlens, 8, **mask) for mask in masks[:2])
     assert imbalance(causal, under=windowed) > 1.05
     assert imbalance(windowed, under=causal) > 1.3
 
@@ -162,11 +162,11 @@ def test_every_machine_finds_the_same():
     """
     digest = hashlib.sha256()
     for size, window in [(8, None), (6, (300, 0)), (16, (64, 0))]:
-        documents = tuple(
+        cu_seqlens = tuple(
             int(n) for n in np.cumsum([0, *(17 + 7919 * n * n % 1543 for n in range(60))])
         )
-        seq_len = -(-documents[-1] // size) * size
-        arrays = ArcLayout(seq_len, documents[-1], size, 1, documents, window=window).pieces()
+        seq_len = -(-cu_seqlens[-1] // size) * size
+        arrays = ArcLayout(seq_len, cu_seqlens[-1], size, 1, cu_seqlens, window=window).pieces()
         digest.update(np.stack(arrays[:4]).astype("<i8").tobytes())
     assert digest.hexdigest()[:16] == "6ece61be6ca6391a"
 

@@ -14,7 +14,7 @@ from parallel.context.sparse.rows import rows_seen
 from tests.parallel.context.sparse.play import Play, drawn, visible
 
 BOTH = ("kv", "queries")
-DOCUMENTS = (0, 9, 10, 41, 70, 96)
+CU_SEQLENS = (0, 9, 10, 41, 70, 96)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -60,8 +60,8 @@ def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_th
 ):
     draw, several = random.Random(size), 0
     for moves, mask in zip(BOTH, ({}, {"window": (3 * size, 0), "layout": "zigzag"}), strict=True):
-        documents = (0, *sorted(draw.sample(range(1, 5 * size), 2)), 5 * size)
-        options = {"documents": documents, "ulysses_degree": degree, **mask}
+        cu_seqlens = (0, *sorted(draw.sample(range(1, 5 * size), 2)), 5 * size)
+        options = {"documents": cu_seqlens, "ulysses_degree": degree, **mask}
         played, control = (
             Play(
                 make_plan("exchange", seq_len=5 * size, size=size, ranks_per_node=node, **options),
@@ -113,7 +113,7 @@ def one_row_more(who, whose, first, end, rows):
 def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monkeypatch):
     for method in ("ring", "allgather", "exchange", "double_ring"):
         named = {"layout": "contiguous"} if len(METHODS[method].layouts) > 1 else {}
-        plan = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
+        plan = make_plan(method, seq_len=96, size=4, documents=CU_SEQLENS, window=(20, 0), **named)
         Play(Plan(plan.geometry, plan.mask), moves).run()
         with monkeypatch.context() as patch:
             patch.setattr(flow, "rows_seen", lambda *args: change(*rows_seen(*args), rows=24))
@@ -123,13 +123,15 @@ def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monke
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
-    plan = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0))
-    for documents, window in (
+    plan = make_plan(method, seq_len=96, size=4, documents=CU_SEQLENS, window=(20, 0))
+    for cu_seqlens, window in (
         ((0, 9, 41, 70, 96), (20, 0)),
-        (DOCUMENTS, (19, 0)),
-        (DOCUMENTS, (21, 0)),
+        (CU_SEQLENS, (19, 0)),
+        (CU_SEQLENS, (21, 0)),
     ):
-        wrong = Plan(plan.geometry, plan.under(documents=documents, window=window).mask, plan.mask)
+        wrong = Plan(
+            plan.geometry, plan.under(cu_seqlens=cu_seqlens, window=window).mask, plan.mask
+        )
         with pytest.raises(AssertionError, match=r"rank \d"):
             Play(wrong, "kv", visible(plan)).run()
     Play(plan, "kv", visible(plan)).run()

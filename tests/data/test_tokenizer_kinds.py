@@ -42,16 +42,16 @@ from tests.data.tokenizer_results import (
 
 TABLE = [
     (
-        "LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer",
+        "LLaMA 2's tokenizer, whose class ignores the normalizer of its tokenizer.json",
         alike(llama_2),
     ),
     ("`legacy` true or false", alike_to("LLaMA 2, legacy")),
     ("`add_prefix_space` true or false", alike_to("LLaMA 2, add_prefix_space false")),
     (
-        "`add_bos_token` beside a tokenizer.json, which takes precedence",
+        "`add_bos_token` that contradicts tokenizer.json, which decides",
         alike_to("LLaMA 2, add_bos_token false"),
     ),
-    ("a class that builds itself, such as Qwen2Tokenizer", alike(qwen_2)),
+    ("a class that builds its own pre-tokenizer, such as Qwen2Tokenizer", alike(qwen_2)),
     (
         "a class that the model's type overrides",
         alike_to("Qwen 2, of class PreTrainedTokenizerFast"),
@@ -93,7 +93,10 @@ TABLE = [
             lambda path: text_prepared(path, add_bos_token="always"),
         ),
     ),
-    ("documents prepared before they had begin tokens", told_of_older_data),
+    (
+        "documents that an older version of Longmesh prepared without begin tokens",
+        told_of_older_data,
+    ),
     ("a tokenizer that puts an end token last: one per document", ends_once),
     ("a special token in a document", a_document_with("<|im_start|>", qwen_3)),
     (
@@ -148,7 +151,7 @@ TABLE = [
         refused(lambda folder: gpt_2(folder, fix_mistral_regex=True), "fix_mistral_regex"),
     ),
     (
-        "a class that is built in another way, such as T5Tokenizer",
+        "a class that Longmesh cannot rebuild, such as T5Tokenizer",
         refused(
             lambda folder: gpt_2(folder, tokenizer_class="T5Tokenizer"),
             "tokenizer_class T5Tokenizer",

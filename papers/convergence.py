@@ -24,7 +24,7 @@ from typing import Any
 
 from data.text.prepare import Request, prepare
 from papers import rows
-from papers.runs import Result, flags_of, keep_run, read_runs
+from bench.runs import Result, flags_of, keep_run, read_runs
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.ranks import run_ranks

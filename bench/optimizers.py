@@ -9,7 +9,7 @@ and the same command resumes the rest.
 The time of a step is that of the optimizer alone, at five million parameters; the optimizers take
 turns.
 
-    python -m bench.optimizers                          # about 20 runs of two minutes, and times
+    python -m bench.optimizers                          # about 14 runs of two minutes, and times
     python -m bench.optimizers --only steps
     python -m bench.optimizers --iterations 4 --rates 2e-3 4e-3 --seeds 1 2 --results runs/bench \\
         --picture runs/bench/optimizers.png
@@ -69,7 +69,7 @@ def command_line(optimizer: str, rate: float, seed: int, iterations: int, data: 
         "seed": seed,
         "train-iters": iterations,
         "lr-warmup-iters": iterations // 10,
-        "eval-interval": max(1, iterations // 6),
+        "eval-interval": max(1, iterations // 5),
         "data-path": data,
         "tokenizer-model": f"{data}.model",
     }
@@ -244,7 +244,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--iterations",
         type=positive,
-        default=300,
+        default=200,
         metavar="N",
         help="number of updates of a run (default: %(default)s)",
     )

@@ -180,6 +180,22 @@ def losses_of(result: Mapping[str, Any], optimizer: str, rate: float) -> list[fl
     return losses
 
 
+def paired(result: Mapping[str, Any]) -> list[float]:
+    """Return Muon's final loss less AdamW's at their best rates, for each seed of both."""
+    losses: dict[str, dict[str, float]] = {}
+    for optimizer, rate in result["best"].items():
+        losses[optimizer] = {}
+        for name, run in result["runs"].items():
+            start, _, seed = name.rpartition(" ")
+            if start == f"{optimizer} {rate:g}":
+                losses[optimizer][seed] = run["loss"]
+    differences = []
+    for seed, loss in losses["adam"].items():
+        if seed in losses["muon"]:
+            differences.append(losses["muon"][seed] - loss)
+    return differences
+
+
 def loss_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each optimizer and rate: the mean loss, and its spread over seeds."""
     rows = []
@@ -206,6 +222,9 @@ def tables(result: Mapping[str, Any]) -> list[str]:
             "standard deviation": "{spread:.4f}",
         }
         lines += Table(columns, loss_rows(result)).markdown("---:")
+    if "best" in result:
+        words = ", ".join(f"{difference:+.4f}" for difference in paired(result))
+        lines += ["", f"Muon's loss less AdamW's at the best rates, seed by seed: {words}"]
     if "steps" in result:
         columns = {
             "step": "{name}",

@@ -179,8 +179,8 @@ def test_adapters_are_muons_only_by_choice_and_frozen_weights_are_nobodys():
     assert [len(group["params"]) for group in groups] == [1, 28, 0]
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("fp32", 8), ("bf16", 4)])
-def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others(dtype, most):
+@pytest.mark.parametrize(("dtype", "max_bytes"), [("fp32", 8), ("bf16", 4)])
+def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others(dtype, max_bytes):
     model = tiny_model()
     config = settings(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
     optimizer = build_optimizer(config, model)
@@ -194,7 +194,7 @@ def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others(dtype, most)
         num_bytes += sum(state[name].nbytes for name in names)
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert average_state_bytes(config, TINY) == num_bytes / elements
-    assert 4 <= num_bytes / elements <= config.spec.state_bytes(config) == most
+    assert 4 <= num_bytes / elements <= config.spec.state_bytes(config) == max_bytes
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

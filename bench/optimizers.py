@@ -31,7 +31,7 @@ from model.registry import build_model
 from runtime.errors import UserError
 from runtime.machine import describe, results_file
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
-from tools.common.report import PALETTE, Table, plain, write_records
+from tools.common.report import PALETTE, Column, Table, plain, write_records
 from tools.common.training import Records, trainer_of
 from tools.prepare_data import DEFAULT_PREFIX, DEFAULT_VOCAB_SIZE
 from train.config.language import parse_args
@@ -59,6 +59,18 @@ STEP_MODEL = f"""
     --num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 4
     --num-query-groups 2 --vocab-size {DEFAULT_VOCAB_SIZE} --mock-data --lr 1e-3
 """
+LOSSES: dict[str, Column] = {
+    "optimizer": "{name}",
+    "rate": "{rate:g}",
+    "seeds": "{seeds}",
+    "validation loss": "{loss:.4f}",
+    "standard deviation": "{spread:.4f}",
+}
+TIMES: dict[str, Column] = {
+    "step": "{name}",
+    "ms": lambda row: f"{1e3 * row['median']:.1f}",
+    "of AdamW's": "{ratio:.1f}",
+}
 
 
 def command_line(optimizer: str, rate: float, seed: int, iterations: int, data: Path) -> list[str]:
@@ -214,24 +226,12 @@ def tables(result: Mapping[str, Any]) -> list[str]:
     """Return the lines of both tables, as Markdown."""
     lines = []
     if result["runs"]:
-        columns = {
-            "optimizer": "{name}",
-            "rate": "{rate:g}",
-            "seeds": "{seeds}",
-            "validation loss": "{loss:.4f}",
-            "standard deviation": "{spread:.4f}",
-        }
-        lines += Table(columns, loss_rows(result)).markdown("---:")
+        lines += Table(LOSSES, loss_rows(result)).markdown("---:")
     if "best" in result:
         words = ", ".join(f"{difference:+.4f}" for difference in paired(result))
         lines += ["", f"Muon's loss less AdamW's at the best rates, seed by seed: {words}"]
     if "steps" in result:
-        columns = {
-            "step": "{name}",
-            "ms": lambda row: f"{1e3 * row['median']:.1f}",
-            "of AdamW's": "{ratio:.1f}",
-        }
-        lines += ["", *Table(columns, result["steps"]).markdown("---:")]
+        lines += ["", *Table(TIMES, result["steps"]).markdown("---:")]
     return lines
 
 

@@ -16,6 +16,7 @@ turns.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -305,6 +306,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.only != "losses":
         result.setdefault("machine", describe("cpu"))
         result["steps"] = time_steps(args.repeats)
+        result["load_average"] = list(os.getloadavg())
         write_records(path, result)
     print("\n".join(tables(result)))
     print(f"written: {path}")

@@ -82,7 +82,7 @@ NODES = {
     "slurm": 4620,
     "tools": 64720,
     "papers": 18900,
-    "bench": 21360,
+    "bench": 21400,
     "docs": 1490,
     "tests": 421100,
 }

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.runs import Result, flags_of, keep_run, read_runs
 from data.text.prepare import Request, prepare
 from papers import rows
-from papers.runs import Result, flags_of, keep_run, read_runs
 from parallel.context.linear import state
 from runtime.errors import UserError
 from runtime.ranks import run_ranks

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from bench.runs import commit_note, read_runs, run_all
 from papers import convergence, rows
 from papers.ring import K, step_of
-from papers.runs import commit_note, read_runs, run_all
 from papers.table import Figures, TableRow
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan

@@ -61,7 +61,7 @@ FOLDERS = {
     "tools/ruler/texts": ("RULER's texts and draws", "runtime"),
     "bench": ("benchmarks", f"{PROGRAMS} parallel/diffusers tools tools/calibrate"),
     "papers": ("papers' tables row by row", f"{PROGRAMS} tools bench"),
-    "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
+    "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers bench"),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }
 """Each folder has one purpose, which no other has, and the others that it stands on.
@@ -76,15 +76,15 @@ NODES = {
     "kernels": 46640,
     "parallel": 87530,
     "data": 51920,
-    "train": 70620,
+    "train": 70660,
     "planner": 45870,
     "runtime": 18100,
     "slurm": 4620,
     "tools": 64720,
-    "papers": 19290,
-    "bench": 18790,
+    "papers": 18900,
+    "bench": 21400,
     "docs": 1490,
-    "tests": 421230,
+    "tests": 424480,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1480
+MOST_LINES_OF_RESULTS = 1505
 
 
 def row_of(names):

@@ -3,7 +3,9 @@
 It refuses what cannot be.
 """
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,16 @@ import pretrain_dit
 from model.dit import DiT
 from model.registry import architecture_of
 from runtime.ranks import run_ranks
+from tests.chaos.__main__ import tensors
 from tests.endings import apart, end, refusal
 from tests.parity.cases import DIFFUSION, REFERENCE, chosen_cases
 from tests.parity.run import GRADIENTS, compare, equal, trained
-from tests.pretraining import DIT, curve, pretrain_digits
+from tests.pretraining import DIT, curve, dit_on_rank, pretrain_digits
 from tools.common.cases import case_of, cases_of
 from train.callbacks.metrics import METRICS, read_metrics
+from train.checkpoint import drafts
 from train.checkpoint.api import load_model
+from train.checkpoint.search import saved_iterations
 from train.config.diffusion import load_config
 
 NOWHERE = Path("digits")
@@ -96,6 +101,38 @@ def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(uninterrupted, s
     assert all(not torch.equal(weights[name], averages[name]) for name in weights), (
         "averages lie behind"
     )
+
+
+def killed_in_a_save(rank, world_size, arguments, iteration):
+    """Train; the first rank is killed when it has written this iteration's shards."""
+    plain = drafts.write_manifest
+
+    def write_manifest(folder, *args, **more):
+        if f"{iteration:07d}" in folder.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(folder, *args, **more)
+
+    drafts.write_manifest = write_manifest
+    dit_on_rank(rank, world_size, arguments)
+
+
+def test_with_muon_a_run_killed_in_a_save_goes_on_to_the_bit_and_so_do_the_averages(tmp_path):
+    """Weights, averages, momenta and moments of the last checkpoint are those of a whole run."""
+    flags = ("--train-iters", "6", "--save-interval", "2", "--optimizer", "muon")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    pretrain_digits(RANKS, whole, *flags)
+    arguments = [*DIT, *flags, "--save", str(killed), "--load", str(killed)]
+    with pytest.raises(RuntimeError, match="rank"):
+        run_ranks(killed_in_a_save, RANKS, arguments, 4)
+    assert saved_iterations(killed) == [2]
+    pretrain_digits(RANKS, killed, *flags, "--load", str(killed))
+
+    assert curve(killed, *EXACT) == curve(whole, *EXACT)
+    expected, actual = (tensors(run / "iter_0000006") for run in (whole, killed))
+    assert equal(actual, expected)
+    assert not equal(actual, tensors(whole / "iter_0000004"))
+    for part in ("['ema']", "momentum_buffer", "exp_avg_sq"):
+        assert any(part in name for name in actual)
 
 
 ELSEWHERE = "cp=4 wallfacer team=2", "dp=2 tp=2 zero1", "pp=2 virtual=2 Interleaved1F1B"

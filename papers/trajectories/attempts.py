@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from bench.runs import flags_of, keep_run, read_runs
 from data.text.record import TOKENIZER
 from model.generate import Draw, Read
 from papers import rows
-from papers.runs import flags_of, keep_run, read_runs
 from papers.trajectories import doors
 from papers.trajectories.doors import BEST, STEPS, Rooms, episodes, histories
 from papers.trajectories.episodes import Chains, Codec, write_chains

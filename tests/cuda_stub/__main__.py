@@ -134,7 +134,8 @@ def built() -> Path:
             raise UserError(
                 f"gcc cannot build {SOURCE}: {(done.stderr.splitlines() or ['no message'])[0]}"
             )
-        (draft / "libcuda.so").symlink_to("libcuda.so.1")
+        for name in ("libcuda.so", "libnvidia-ml.so.1"):
+            (draft / name).symlink_to("libcuda.so.1")
         if not folder.exists():
             draft.rename(folder)
     return folder

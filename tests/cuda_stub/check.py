@@ -76,6 +76,9 @@ def _cases() -> str:
         "llama attention_boundary --recompute-offload",
         "llama --optimizer-cpu-offload",
         *(f"llama --exp-avg-dtype {name} --exp-avg-sq-dtype {name}" for name in ("bf16", "int8")),
+        "llama --optimizer-cpu-offload --exp-avg-dtype int8 --exp-avg-sq-dtype int8",
+        "llama --optimizer muon",
+        "llama --optimizer muon --exp-avg-dtype int8 --exp-avg-sq-dtype int8",
         "llama --compile",
     ]
     lines += ["llama --fp8-format hybrid", f"llama {RESUMED}"]

@@ -15,7 +15,7 @@ typedef struct { unsigned x, y, z; } dim3;
 typedef struct { char bytes[128]; } UniqueId;
 typedef struct { double ms; int priority, rank, size; } Handle; /* an event, a stream or a communicator */
 typedef struct { char *p; size_t n; int kind; } Block;
-enum { HOST = 1, DEVICE = 2, FREE = 0, OUT_OF_MEMORY = 2, NO_DEVICE = 100 };
+enum { HOST = 1, DEVICE = 2, FREE = 0, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 3, NO_DEVICE = 100 };
 static const size_t TOTAL = 139ull << 30, LARGE = 1 << 16, PAGE = 2 << 20;
 static Block blocks[1 << 18];
 static int count;
@@ -212,6 +212,15 @@ int cuMemGetAllocationGranularity(size_t *g, void *properties, int o) { *g = PAG
 int cuStreamIsCapturing(void *s, int *status) { *status = 0; return 0; }
 int cuStreamSynchronize(void *s) { return waited(); }
 
+/* NVML, which torch's allocator asks for a fabric between GPUs; what is not written says that there is none */
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { *device = handle(); return 0; }
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 0; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return NOT_SUPPORTED; }
+int nvmlSystemGetCudaDriverVersion_v2(int *v) { return cudaDriverGetVersion(v); }
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *n, void *processes) { *n = 0; return 0; }
+
 /* NCCL, cuBLAS and cuDNN */
 static int joined(Handle **c, int size, int rank) { *c = handle(); (*c)->size = size; (*c)->rank = rank; return 0; }
 int ncclCommInitRank(Handle **c, int n, UniqueId id, int rank) { return joined(c, n, rank); }
@@ -234,7 +243,7 @@ int cublasLtMatmulAlgoGetHeuristic(
 }
 const char *cudnnGetErrorString(int e) { return "error of the stub"; }
 void cudnnGetLastErrorString(char *s, size_t n) { if (n) *s = 0; }
-int cudnnGetProperty(int which, int *v) { *v = which == 0 ? 9 : which == 1 ? 19 : 0; return 0; }
+int cudnnGetProperty(int which, int *v) { *v = which == 0 ? 9 : which == 1 ? 20 : 0; return 0; }
 int cudnnBackendCreateDescriptor(int type, void **d) { *d = handle(); return 0; }
 int cudnnBackendGetAttribute(void *d, int name, int type, long want, long *n, void *value) {
   if (n) *n = 1;

@@ -9,6 +9,7 @@ import ctypes
 import os
 import runpy
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -22,14 +23,15 @@ def main(file, program):
 
     After each step write the most bytes yet, and its launches, waits and copies to the host.
     """
-    counts, before = (ctypes.c_long * 3)(), [0, 0, 0]
+    counts = (ctypes.c_long * 3)()
+    before = defaultdict(lambda: [0, 0, 0])  # by optimizer, since Muon's step has AdamW's within
 
-    def told(*_):
+    def told(optimizer, *_):
         ctypes.CDLL(None).stub_counts(counts)
-        of_step = (now - earlier for now, earlier in zip(counts, before, strict=True))
+        of_step = (now - earlier for now, earlier in zip(counts, before[optimizer], strict=True))
         counts_by_name = dict(zip(("launches", "waits", "copies"), of_step, strict=True))
         write_records(file, {"bytes": torch.cuda.max_memory_allocated(), **counts_by_name})
-        before[:] = counts
+        before[optimizer] = list(counts)
 
     register_optimizer_step_post_hook(told)
     runpy.run_path(program, run_name="__main__")

@@ -66,6 +66,11 @@ def settings(**train):
     )
 
 
+def by(optimizer, config):
+    """The same settings with another optimizer."""
+    return replace(config, optimizer=replace(config.optimizer, optimizer=optimizer))
+
+
 def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=None, train_data=None):
     """Train, and return how far it came and the error that ended it, if any.
 

@@ -19,8 +19,10 @@ from data.loader import IGNORE_INDEX
 from kernels.loss import cross_entropy_sum
 from model.decoder import Decoder
 from model.registry import flops_per_token
+from parallel.data import to_local
 from runtime.ranks import run_ranks
 from runtime.signals import StopRequest
+from tests.parallel.tiny import whole_tensors
 from tests.starts import ROOT
 from tests.train.runs import (
     LENGTH,
@@ -28,6 +30,7 @@ from tests.train.runs import (
     PEAK,
     VOCABULARY,
     Samples,
+    by,
     checkpoints,
     run_with,
     settings,
@@ -37,6 +40,7 @@ from train.callbacks.health import RunProgress
 from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import read_manifest
+from train.optimizers import OPTIMIZERS
 from train.trainer import describe_folder
 
 
@@ -89,9 +93,10 @@ def infinite_in(trainer, iterations):
         answer = plain(micro_batches, valid)
         with torch.no_grad():
             weight.to_local()[0, 0] = good
-        states.append(
-            [parameter.to_local().clone() for parameter in trainer.runner.parts[0].parameters()]
-        )
+        tensors = list(trainer.runner.parts[0].parameters())
+        for state in trainer.optimizer.state.values():
+            tensors += state.values()
+        states.append([to_local(tensor).clone() for tensor in tensors])
         if len(states) > 1 and trainer.progress.iteration - 1 in iterations:
             # What the skipped step before this one left as it was.
             assert all(torch.equal(a, b) for a, b in zip(*states[-2:], strict=True))
@@ -100,14 +105,53 @@ def infinite_in(trainer, iterations):
     trainer.runner.forward_backward = forward_backward
 
 
-def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_path):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(optimizer, tmp_path):
+    """Nor does it change the optimizer's state."""
     prepare = partial(infinite_in, iterations=(2, 3))
-    ends = run_ranks(run_with, 2, settings(train_iters=5), tmp_path / "run", prepare)
+    config = by(optimizer, settings(train_iters=5))
+    ends = run_ranks(run_with, 2, config, tmp_path / "run", prepare)
     assert ends == [(RunProgress(5, 20, 5 * 4 * LENGTH, 2, 0), "")] * 2
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["skipped_iterations"] for r in records] == [0, 1, 2, 2, 2]
     assert [r["grad_norm"] is not None for r in records] == [True, False, False, True, True]
     assert all(math.isfinite(r["lm_loss"]) for r in records[3:])
+
+
+def first_averages(rank, world_size, config, clip_grad):
+    """Return the averages of gradients after a first step, each divided by its weight."""
+    averages = {}
+
+    def prepare(trainer):
+        plain = trainer.runner.forward_backward
+
+        def forward_backward(micro_batches, valid):
+            if trainer.progress.iteration == 2:
+                state = whole_tensors(trainer.runner.parts[0], trainer.optimizer)
+                for name, value in state.items():
+                    if name.endswith("/exp_avg"):
+                        averages[name] = value / (1 - config.optimizer.adam_beta1)
+                    elif name.endswith("/momentum_buffer"):
+                        averages[name] = value / (1 - config.optimizer.muon_momentum)
+            return plain(micro_batches, valid)
+
+        trainer.runner.forward_backward = forward_backward
+
+    clipped = replace(config, optimizer=replace(config.optimizer, clip_grad=clip_grad))
+    run_with(rank, world_size, clipped, prepare=prepare)
+    return averages
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_averages_of_gradients_are_of_clipped_ones(optimizer):
+    config = by(optimizer, settings(train_iters=2))
+    whole = run_ranks(first_averages, 2, config, 0.0)[0]
+    norm = sum(gradient.square().sum() for gradient in whole.values()).sqrt()
+    assert norm > 0.1
+    for clipped in run_ranks(first_averages, 2, config, 0.01):
+        assert clipped.keys() == whole.keys()
+        for name, gradient in whole.items():
+            torch.testing.assert_close(clipped[name], gradient * 0.01 / norm, rtol=1e-4, atol=1e-9)
 
 
 def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not():

@@ -45,7 +45,7 @@ class AdamSettings(OwnSettings):
     exp_avg_dtype: MomentDtype = "fp32"
     """Dtype in which the first moment is stored between steps; weights and arithmetic are float32.
     bf16 rounds stochastically. fp8 and int8 have a scale for each block of up to 256 elements, and
-    both moments have the same one of them."""
+    both moments have the same one of them. Muon's momentum is always float32."""
     exp_avg_sq_dtype: MomentDtype = "fp32"
     """Dtype in which the second moment is stored between steps, like --exp-avg-dtype."""
 

@@ -96,15 +96,19 @@ class MomentConversion:
 
     def notes(self) -> list[str]:
         """Return notes on the conversions of this rank."""
-        changes = []
-        flags = []
+        converted: dict[str, tuple[str, str]] = {}
         reblocked = set()
+        # A checkpoint of 8-bit moments has some in fp32, which comes first and is overwritten.
         for moment, before, after in sorted(self._changes):
             if before == after:
                 reblocked.add(after)
             else:
-                changes.append(f"{moment}_dtype was {before} and is {after}")
-                flags.append(f"--{moment.replace('_', '-')}-dtype {before}")
+                converted[moment] = (before, after)
+        changes = []
+        flags = []
+        for moment, (before, after) in converted.items():
+            changes.append(f"{moment}_dtype was {before} and is {after}")
+            flags.append(f"--{moment.replace('_', '-')}-dtype {before}")
         notes = []
         if changes:
             notes.append(

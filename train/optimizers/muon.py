@@ -17,16 +17,14 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from model.parts.lora import is_adapter
 from parallel.data import to_local
 from parallel.matrices import WholeMatrices
 from runtime.errors import UserError, require
 from train.config.flags import ConfigError
-from train.optimizers.adamw import AdamSettings
-from train.optimizers.base import Group, OptimizerSpec, Weight
-from train.optimizers.moment_formats import MOMENTS
+from train.optimizers.adamw import Adam, AdamSettings
+from train.optimizers.base import Group, Weight
 
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
 MatmulPrecision = Literal["high", "low"]
@@ -37,6 +35,7 @@ MAX_STEPS = 99
 MATRICES = "matrices"
 """Key of a parameter group that is true if its matrices are orthogonalized."""
 MOMENTUM = "momentum_buffer"
+FLOAT32_BYTES = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +78,29 @@ class MuonSettings(AdamSettings):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for groups of matrices, torch's fused AdamW for all other groups.
+    """Muon for groups of matrices; AdamW, an optimizer given, for all other groups.
 
-    Matrices have one state, the momentum; the others have those of AdamW.
+    Matrices have one state, the momentum, which is float32; the others have those of AdamW.
     """
 
     def __init__(
         self,
         groups: list[Group],
         *,
+        others: torch.optim.Optimizer,
         settings: MuonSettings,
         lr: float,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """Set up; ``ranks`` are those that hold slices of the same matrices."""
+        """Set up.
+
+        Args:
+            groups: those of matrices, whose ``MATRICES`` is true, and those of ``others``.
+            others: AdamW of the other groups, whose state becomes a part of this optimizer's.
+            ranks: those that hold slices of the same matrices.
+        """
         super().__init__(groups, {"lr": lr, MATRICES: False})
+        self._others = others
         self._settings = settings
         self._plans: list[WholeMatrices] = []
         for group in self.param_groups:
@@ -118,11 +125,15 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: some matrices have a gradient, and others have none.
         """
         plans = iter(self._plans)
+        others = []
         for group in self.param_groups:
             if group[MATRICES]:
                 self._step_matrices(group, next(plans))
             else:
-                self._step_others(group)
+                others.append(group)
+        self._others.param_groups = others
+        self._others.state = self.state
+        self._others.step()
 
     def _step_matrices(self, group: Group, plan: WholeMatrices) -> None:
         settings = self._settings
@@ -162,31 +173,6 @@ class Muon(torch.optim.Optimizer):
 
         plan.apply(read, compute, write)
 
-    def _step_others(self, group: Group) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-                self.state[p] |= {name: torch.zeros_like(p) for name in MOMENTS}
-        states = [self.state[p] for p in parameters]
-        first_moments, second_moments = ([state[name] for state in states] for name in MOMENTS)
-        adamw(
-            parameters,
-            [p.grad for p in parameters],
-            first_moments,
-            second_moments,
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=self._settings.adam_beta1,
-            beta2=self._settings.adam_beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=self._settings.adam_eps,
-            maximize=False,
-        )
-
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Return a matrix with the same singular vectors and singular values near 1.
@@ -216,19 +202,24 @@ def update_scale(settings: MuonSettings, shape: torch.Size) -> float:
     return settings.muon_extra_scale_factor * scale[settings.muon_scale_mode]
 
 
-class MuonSpec(OptimizerSpec):
+class MuonSpec(Adam):
     """Muon for the matrices of the layers, AdamW for all other weights."""
 
     settings = MuonSettings
-    free_settings = ("optimizer_backend",)
-    states = MOMENTS
     matrix_states = (MOMENTUM,)
     whole_matrices = True
+    offloads = False
 
     def takes_whole(self, config: Any, weight: Weight) -> bool:
         if weight.parameter.ndim != 2:
             return False
         return weight.is_hidden_matrix or (config.muon_lora and is_adapter(weight.name))
+
+    def state_bytes(self, config: Any, weight: Weight | None = None) -> float:
+        num_bytes = super().state_bytes(config)
+        if weight is None:
+            return max(FLOAT32_BYTES, num_bytes)
+        return FLOAT32_BYTES if self.takes_whole(config, weight) else num_bytes
 
     def groups(self, config: Any, weights: list[Weight]) -> list[Group]:  # type: ignore[override]
         """Return the groups of the matrices, and of the other weights as with AdamW."""
@@ -254,18 +245,14 @@ class MuonSpec(OptimizerSpec):
         portable: bool,
         ranks: dist.ProcessGroup | None = None,
     ) -> torch.optim.Optimizer:
-        return Muon(groups, settings=config, lr=config.lr, ranks=ranks)
+        others = [group for group in groups if MATRICES not in group]
+        adamw = super().build(config, others, portable=True)
+        return Muon(groups, others=adamw, settings=config, lr=config.lr, ranks=ranks)
 
     def check(self, config: Any, device_type: str) -> None:
-        super().check(config, device_type)
         if config.optimizer_backend != "torch":
             raise ConfigError(
                 f"optimizer_backend is {config.optimizer_backend}, but optimizer is muon, which "
                 "steps by torch's kernels; leave out --optimizer-backend"
             )
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(config, name) != "fp32":
-                raise ConfigError(
-                    f"{name} is {getattr(config, name)}, but optimizer is muon, whose states are "
-                    f"fp32; leave out --{name.replace('_', '-')}, or give --optimizer adam"
-                )
+        super().check(config, device_type)

@@ -1,5 +1,6 @@
 """Find the checkpoint or weights that a run starts from, and check that they fit the run."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from model.parts.lora import is_adapter
 from model.registry import architecture_of
 from parallel.data import copy_whole
 from runtime.errors import printable
-from runtime.together import from_first, is_first, raise_together
+from runtime.together import from_first, gather_results, is_first, raise_together
 from train.callbacks.health import RunProgress
 from train.checkpoint.api import CheckpointConfig, compare_architecture, load_checkpoint, load_model
 from train.checkpoint.manifest import MANIFEST, CheckpointError, is_count, read_manifest
@@ -96,7 +97,7 @@ class Start:
             sections=more_tensors,
             conversion=conversion,
         )
-        notes = [] if conversion is None else conversion.notes()
+        notes = [] if conversion is None else notes_of_ranks(conversion.notes())
         return notes + _notes_on_averages(self.averaged, ema)
 
     def _load_hugging_face(self, path: Path, parts: Sequence[nn.Module]) -> list[str]:
@@ -278,6 +279,23 @@ def _problem_of(extra: dict[str, Any], iteration: int) -> str:
     if not problem and progress.get("iteration") != iteration:
         problem = f"progress has iteration {progress.get('iteration')}"
     return problem
+
+
+def notes_of_ranks(notes: list[str]) -> list[str]:
+    """Return the notes of all ranks, each once; collective.
+
+    Pipeline stages hold different parameters, so a note may concern only some of the ranks. It then
+    ends with their number.
+    """
+    by_rank = gather_results(lambda: notes)
+    counts = Counter[str]()
+    for local_notes in by_rank:
+        counts.update(local_notes)
+    lines = []
+    for note, count in counts.items():
+        is_shared = count == len(by_rank)
+        lines.append(note if is_shared else f"{note} (on {count} of {len(by_rank)} ranks)")
+    return lines
 
 
 def _notes_on_averages(before: float | None, ema: Ema | None) -> list[str]:

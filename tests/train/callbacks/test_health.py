@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from runtime.ranks import run_ranks
-from tests.train.runs import checkpoints, run_with, settings
+from tests.parallel.tiny import equal, whole_tensors
+from tests.train.runs import by, checkpoints, run_with, settings
 from tests.train.test_trainer import infinite_in
 from train.callbacks.health import (
     FAILURES,
@@ -25,6 +26,7 @@ from train.callbacks.health import (
 from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.search import find_checkpoint
+from train.optimizers import OPTIMIZERS
 
 ALWAYS = partial(infinite_in, iterations=range(4, 100))
 
@@ -70,23 +72,37 @@ def test_what_one_rank_sees_all_ranks_say():
 
 
 def infinite_once_at_4(trainer):
-    """The run comes to iteration 4 a second time when it has been rolled back."""
+    """The run comes to iteration 4 a second time when it has been rolled back.
+
+    Before iteration 3, weights and the optimizer's state are those of the first time.
+    """
     runner, plain = trainer.runner, trainer.runner.forward_backward
     infinite_in(trainer, range(4, 5))
     broken = runner.forward_backward
+    states = []
+
+    def note(micro_batches, valid):
+        if trainer.progress.iteration == 3:
+            states.append(whole_tensors(runner.parts[0], trainer.optimizer))
+            assert equal(states[0], states[1])
+        return plain(micro_batches, valid)
 
     def once(micro_batches, valid):
+        if trainer.progress.iteration in (3, 4):
+            states.append(whole_tensors(runner.parts[0], trainer.optimizer))
         if trainer.progress.iteration == 4:
-            runner.forward_backward = plain
+            assert not equal(*states), "the comparison can tell states apart"
+            states.pop()
+            runner.forward_backward = note
         return broken(micro_batches, valid)
 
     runner.forward_backward = once
 
 
-def test_rolled_back_it_goes_on_with_other_samples(tmp_path):
-    for progress, error in run_ranks(
-        run_with, 2, health("rollback", save_interval=2), tmp_path / "run", infinite_once_at_4
-    ):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rolled_back_it_goes_on_with_other_samples(optimizer, tmp_path):
+    config = by(optimizer, health("rollback", save_interval=2))
+    for progress, error in run_ranks(run_with, 2, config, tmp_path / "run", infinite_once_at_4):
         assert (error, progress.iteration, progress.consumed_samples) == ("", 6, (6 + 2) * 4)
         assert (progress.skipped_iterations, progress.skipped_in_a_row) == (1, 0)
     records = read_metrics(tmp_path / "run" / METRICS)

@@ -16,12 +16,16 @@ from train.checkpoint.api import load_checkpoint, save_checkpoint
 from train.checkpoint.manifest import checkpoint_folder
 from train.optimizers.adamw import FORMATS
 from train.optimizers.config import build_optimizer
+from train.optimizers.host import HostAdamW
 from train.optimizers.moment_formats import MOMENTS, SCALE
+from train.resume.start import notes_of_ranks
 
 # Meshes
 
 SMALL = {"num_layers": 1, "hidden_size": 24, "ffn_hidden_size": 32}
 BLOCKS = {"num_layers": 1, "hidden_size": 512, "ffn_hidden_size": 512}
+NARROW = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256}
+"""Blocks of 128 become blocks of 64 where two ranks share a row."""
 MESHES = [
     ("zero1", 1, 1),
     ("zero2", 1, 1),
@@ -35,10 +39,15 @@ MESHES = [
 """Strategy, tensor-parallel ranks, copies of the state. 37 entries are uneven over all ranks."""
 
 
+def settings_of(mix):
+    """Settings of both moments' dtypes and, if a third word follows, of an optimizer."""
+    return settings(*mix[:2], optimizer=mix[2] if len(mix) > 2 else "adam")
+
+
 @cache
 def in_one_process(mix, sizes):
     module = plain(config(**dict(sizes)))
-    return stepped(module, build_optimizer(settings(*mix), module, seed=5))
+    return stepped(module, build_optimizer(settings_of(mix), module, seed=5))
 
 
 def shard_of(whole, sharded):
@@ -47,9 +56,8 @@ def shard_of(whole, sharded):
     return whole[slices].contiguous().reshape(-1).view(torch.uint8)
 
 
-def differences_of(module, optimizer, dtype, sizes):
+def differences_of(module, optimizer, mix, sizes):
     """Names of this rank's tensors that differ from those of one process."""
-    mix = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     whole, whole_optimizer = in_one_process(mix, tuple(sizes.items()))
     sources = dict(whole.named_parameters())
     expected = {}
@@ -70,7 +78,7 @@ def differences(rank, world_size, cases):
                 data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies
             )
             module, _ = build(mesh, config(**sizes), data_parallel=data_parallel)
-            optimizer = build_optimizer(settings(*mix), module, seed=5)
+            optimizer = build_optimizer(settings_of(mix), module, seed=5, mesh=mesh)
             stepped(module, optimizer)
             results.append(differences_of(module, optimizer, mix, sizes))
     return results
@@ -79,6 +87,8 @@ def differences(rank, world_size, cases):
 def test_moments_and_weights_on_two_ranks_are_those_of_one_process_to_the_bit():
     cases = [(("bf16", "bf16"), SMALL, mesh) for mesh in MESHES[2:7:2]]
     cases += [(("fp32", "bf16"), SMALL, ("zero2", 1, 1))]
+    cases += [(("bf16", "bf16", "muon"), SMALL, ("zero3", 1, 1))]
+    cases += [(("int8", "int8", "muon"), NARROW, ("ddp", 2, 1))]
     cases += [(("fp8", "fp8"), BLOCKS, ("zero3", 1, 1)), (("int8", "int8"), BLOCKS, ("ddp", 2, 1))]
     for results in run_ranks(differences, 2, cases):
         assert results == [[]] * len(cases)
@@ -88,6 +98,7 @@ def test_moments_and_weights_on_two_ranks_are_those_of_one_process_to_the_bit():
 def test_moments_and_weights_on_four_ranks_are_those_of_one_process_to_the_bit():
     cases = [(("bf16", "bf16"), SMALL, mesh) for mesh in MESHES]
     cases += [(("int8", "int8"), BLOCKS, mesh) for mesh in MESHES]
+    cases += [(("bf16", "bf16", "muon"), SMALL, mesh) for mesh in MESHES]
     for results in run_ranks(differences, 4, cases):
         assert results == [[]] * len(cases)
 
@@ -95,8 +106,6 @@ def test_moments_and_weights_on_four_ranks_are_those_of_one_process_to_the_bit()
 # Checkpoints
 
 
-NARROW = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256}
-"""Blocks of 128 become blocks of 64 where two ranks share a row."""
 EXACT = [
     ("bf16", SMALL, ("zero3", 1), "bf16", ("legacy_ddp", 1)),
     ("int8", BLOCKS, ("zero3", 1), "int8", ("zero3", 2)),
@@ -111,13 +120,20 @@ WIDER = [
     ("int8", BLOCKS, ("zero3", 1), "fp32", ("zero3", 2)),
 ]
 """Loads that note another format, and lose nothing."""
+IN_HOST_MEMORY = [
+    ("fp32", BLOCKS, ("zero3", 1), "int8", ("zero1", 1)),
+    ("fp8", BLOCKS, ("zero3", 1), "fp32", ("zero3", 1)),
+    ("int8", BLOCKS, ("zero1", 1), "bf16", ("zero3", 1)),
+    ("int8", BLOCKS, ("zero3", 1), "int8", ("zero1", 1)),
+]
+"""Loads by ``HostAdamW``, from checkpoints that it saved."""
 ROUNDED = [
     ("fp32", SMALL, ("zero3", 1), "bf16", ("zero3", 1)),
     ("int8", NARROW, ("zero3", 1), "int8", ("zero3", 2)),
 ]
 
 
-def saved_and_loaded(rank, world_size, folder, cases):
+def saved_and_loaded(rank, world_size, folder, cases, changes):
     """Save after two steps and load, on another mesh or in another format.
 
     Return for each case the largest error of a moment, the notes, and the tensors that differ from
@@ -127,13 +143,13 @@ def saved_and_loaded(rank, world_size, folder, cases):
     for number, (saved, sizes, start, loaded, end) in enumerate(cases):
         path = folder / str(number)
         with distributed_mesh(mesh_config(start[1])) as mesh:
-            module, optimizer = begun(mesh, saved, sizes, start[0])
+            module, optimizer = begun(mesh, saved, sizes, start[0], changes)
             stepped(module, optimizer, 2)
             save_checkpoint(path, 1, module, optimizer, architecture={}, extra={})
             moments = float_moments(module, optimizer)
         with distributed_mesh(mesh_config(end[1])) as mesh:
-            module, optimizer = begun(mesh, loaded, sizes, end[0])
-            run = settings(loaded)
+            module, optimizer = begun(mesh, loaded, sizes, end[0], changes)
+            run = settings(loaded, **changes)
             conversion = run.spec.conversion(run)
             load_checkpoint(
                 checkpoint_folder(path, 1), module, optimizer, {}, conversion=conversion
@@ -145,15 +161,18 @@ def saved_and_loaded(rank, world_size, folder, cases):
             different = []
             if not notes:
                 stepped(module, optimizer, 1, start=2)
-                different = differences_of(module, optimizer, saved, sizes)
+                mix = (saved, saved, run.optimizer)
+                different = differences_of(module, optimizer, mix, sizes)
         results.append((max(errors), notes, different))
     return results
 
 
-def begun(mesh, dtype, sizes, strategy):
+def begun(mesh, dtype, sizes, strategy, changes):
     data_parallel = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     module, _ = build(mesh, config(**sizes), data_parallel=data_parallel)
-    return module, build_optimizer(settings(dtype), module, seed=5)
+    optimizer = build_optimizer(settings(dtype, **changes), module, seed=5, mesh=mesh)
+    assert isinstance(optimizer, HostAdamW) == ("optimizer_cpu_offload" in changes)
+    return module, optimizer
 
 
 def float_moments(module, optimizer):
@@ -162,6 +181,8 @@ def float_moments(module, optimizer):
     for name, parameter in module.named_parameters():
         state = optimizer.state[parameter]
         for moment in MOMENTS:
+            if moment not in state:  # one of Muon's matrices
+                continue
             stored = [to_local(state[moment]).view(-1)]
             dtype = stored[0].dtype
             moment_format = next(kind() for kind in FORMATS.values() if kind.dtype == dtype)
@@ -175,9 +196,9 @@ def float_moments(module, optimizer):
     return moments
 
 
-def load_errors(folder, cases):
+def load_errors(folder, cases, **changes):
     """The results of ``saved_and_loaded`` on two ranks, case by case."""
-    results = run_ranks(saved_and_loaded, 2, folder, cases)
+    results = run_ranks(saved_and_loaded, 2, folder, cases, changes)
     assert results[0] == results[1]
     print(*results[0], sep="\n")
     return results[0]
@@ -207,6 +228,43 @@ def test_another_format_or_block_is_converted_with_a_note(tmp_path):
         "note: this mesh cuts int8 moments into blocks of other lengths than the checkpoint's, or "
         "has none for some parameters, so they are converted"
     ]
+
+
+def test_with_muon_the_moments_of_other_weights_are_converted(tmp_path):
+    to_bf16, same = load_errors(tmp_path, [ROUNDED[0], EXACT[2]], optimizer="muon")
+    assert 1e-4 < to_bf16[0] < 1 / 256
+    assert to_bf16[1][0].startswith("note: exp_avg_dtype was fp32 and is bf16, exp_avg_sq_dtype")
+    assert same == (0, [], [])
+
+
+def test_moments_in_host_memory_are_converted_as_on_the_device(tmp_path):
+    """From and to 8 bits; with the same format, they keep the bits."""
+    to_int8, to_fp32, to_bf16, same = load_errors(
+        tmp_path, IN_HOST_MEMORY, optimizer_cpu_offload=True
+    )
+    assert 1e-4 < to_int8[0] < 0.03
+    assert to_fp32[0] == 0
+    assert 1e-4 < to_bf16[0] < 1 / 256
+    for (_, notes, _), before, after in (
+        (to_int8, "fp32", "int8"),
+        (to_fp32, "fp8", "fp32"),
+        (to_bf16, "int8", "bf16"),
+    ):
+        assert notes == [
+            f"note: exp_avg_dtype was {before} and is {after}, exp_avg_sq_dtype was {before} and "
+            f"is {after}; --exp-avg-dtype {before} --exp-avg-sq-dtype {before} keeps the moments "
+            "as they are"
+        ]
+    assert same == (0, [], [])
+
+
+def notes_of_rank(rank, world_size):
+    return notes_of_ranks(["of both"] + ["of the last"] * rank)
+
+
+def test_a_note_of_any_rank_is_a_note_of_the_run():
+    notes = ["of both", "of the last (on 1 of 2 ranks)"]
+    assert run_ranks(notes_of_rank, 2) == [notes, notes]
 
 
 # A run

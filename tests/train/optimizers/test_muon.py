@@ -179,9 +179,10 @@ def test_adapters_are_muons_only_by_choice_and_frozen_weights_are_nobodys():
     assert [len(group["params"]) for group in groups] == [1, 28, 0]
 
 
-def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others():
+@pytest.mark.parametrize(("dtype", "max_bytes"), [("fp32", 8), ("bf16", 4)])
+def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others(dtype, max_bytes):
     model = tiny_model()
-    config = settings()
+    config = settings(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
     optimizer = build_optimizer(config, model)
     take_steps(model, [optimizer], 1)
     num_bytes = 0
@@ -193,7 +194,36 @@ def test_state_is_one_momentum_of_a_matrix_and_adamws_of_the_others():
         num_bytes += sum(state[name].nbytes for name in names)
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert average_state_bytes(config, TINY) == num_bytes / elements
-    assert 4 < num_bytes / elements < config.spec.state_bytes(config) == 8
+    assert 4 <= num_bytes / elements <= config.spec.state_bytes(config) == max_bytes
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_other_weights_are_adamws_with_the_same_moments_and_matrices_keep_float32(dtype):
+    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    runs = {}
+    for name, config in (
+        ("muon", settings(**moments)),
+        ("float32", settings()),
+        ("adam", OptimizerConfig(lr=0.02, weight_decay=0.1, **moments)),
+    ):
+        model = Decoder(replace(TINY, hidden_size=64, vocab_size=256))
+        model.init_weights(0)
+        optimizer = build_optimizer(config, model, seed=5)
+        take_steps(model, [optimizer])
+        runs[name] = dict(model.named_parameters()), optimizer.state
+
+    weights, state = runs["muon"]
+    for weight in trained_weights(model):
+        name = weight.name
+        expected_weights, expected_state = runs["float32" if weight.is_hidden_matrix else "adam"]
+        assert torch.equal(weights[name], expected_weights[name])
+        expected = expected_state[expected_weights[name]]
+        assert state[weights[name]].keys() == expected.keys()
+        for key, value in state[weights[name]].items():
+            assert value.dtype == expected[key].dtype
+            assert torch.equal(value, expected[key])
+    embedding = state[weights["embedding.weight"]]
+    assert embedding["exp_avg"].dtype == (torch.bfloat16 if dtype == "bf16" else torch.uint8)
 
 
 def test_a_rate_of_0_changes_the_state_alone_and_needs_no_other_rank(monkeypatch):

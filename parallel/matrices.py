@@ -1,6 +1,6 @@
 """Compute on whole matrices of sharded parameters, each on one of the ranks that share them.
 
-Some optimizers need whole matrices (Muon orthogonalizes them), but ranks hold slices: FSDP and
+Some optimizers need whole matrices, to orthogonalize them, but ranks hold slices: FSDP and
 tensor parallelism shard them, data parallelism and hybrid sharding copy them. Here every layout is
 the same: a table of the slices of a matrix and the ranks that hold each.
 
@@ -140,7 +140,7 @@ class WholeMatrices:
             self._holders.append(holders)
             self._starts.append(parts[self._rank][0].start)
 
-        work = [rows * columns * min(rows, columns) for rows, columns in self._shapes]
+        work = [work_of(shape) for shape in self._shapes]
         self.rounds = [self._round(owners) for owners in balanced_rounds(work, len(ranks))]
 
     def _round(self, matrix_of: Mapping[int, int]) -> Round:
@@ -203,6 +203,7 @@ class WholeMatrices:
                 result = compute(turn.matrix, whole)
             del whole
             self._scatter(turn.scatter, result, write)
+            del result  # before the next matrix is gathered
 
     def _gather(self, turn: Round, read: Read) -> Tensor | None:
         """Return this rank's whole matrix of a round, if it has one."""
@@ -282,6 +283,12 @@ def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Te
     for piece in pieces:
         yield piece, buffer[start : start + piece.numel].view(piece.shape)
         start += piece.numel
+
+
+def work_of(shape: tuple[int, ...]) -> int:
+    """Return a number that grows with the work on a matrix of this shape."""
+    rows, columns = shape
+    return rows * columns * min(rows, columns)
 
 
 def balanced_rounds(work: Sequence[float], size: int) -> list[dict[int, int]]:

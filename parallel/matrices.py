@@ -255,26 +255,34 @@ class WholeMatrices:
         put: Callable[[Piece, Tensor], None],
     ) -> None:
         """Take the pieces for other ranks, send them, and put those from other ranks."""
-        size = 1 if self._group is None else self._group.size()
         for index in range(exchange.passes):
             sent = [piece.cut(index, exchange.passes) for piece in exchange.sent]
             received = [piece.cut(index, exchange.passes) for piece in exchange.received]
-            sent_counts = [0] * size
-            received_counts = [0] * size
-            for piece in sent:
-                sent_counts[piece.target] += piece.numel
-            for piece in received:
-                received_counts[piece.source] += piece.numel
+            self._pass(sent, received, take, put)
 
-            outgoing = torch.empty(sum(sent_counts), dtype=self._dtype, device=self._device)
-            incoming = outgoing.new_empty(sum(received_counts))
-            for piece, chunk in _chunks(sent, outgoing):
-                chunk.copy_(take(piece))
-            dist.all_to_all_single(
-                incoming, outgoing, received_counts, sent_counts, group=self._group
-            )
-            for piece, chunk in _chunks(received, incoming):
-                put(piece, chunk)
+    def _pass(
+        self,
+        sent: Sequence[Piece],
+        received: Sequence[Piece],
+        take: Callable[[Piece], Tensor],
+        put: Callable[[Piece, Tensor], None],
+    ) -> None:
+        """Send pieces in one collective; its buffers are freed before those of the next."""
+        size = 1 if self._group is None else self._group.size()
+        sent_counts = [0] * size
+        received_counts = [0] * size
+        for piece in sent:
+            sent_counts[piece.target] += piece.numel
+        for piece in received:
+            received_counts[piece.source] += piece.numel
+
+        outgoing = torch.empty(sum(sent_counts), dtype=self._dtype, device=self._device)
+        incoming = outgoing.new_empty(sum(received_counts))
+        for piece, chunk in _chunks(sent, outgoing):
+            chunk.copy_(take(piece))
+        dist.all_to_all_single(incoming, outgoing, received_counts, sent_counts, group=self._group)
+        for piece, chunk in _chunks(received, incoming):
+            put(piece, chunk)
 
 
 def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:

@@ -1,6 +1,6 @@
 """Compute on whole matrices of sharded parameters, each on one of the ranks that share them.
 
-Some optimizers need whole matrices (Muon orthogonalizes them), but ranks hold slices: FSDP and
+Some optimizers need whole matrices, to orthogonalize them, but ranks hold slices: FSDP and
 tensor parallelism shard them, data parallelism and hybrid sharding copy them. Here every layout is
 the same: a table of the slices of a matrix and the ranks that hold each.
 
@@ -140,7 +140,7 @@ class WholeMatrices:
             self._holders.append(holders)
             self._starts.append(parts[self._rank][0].start)
 
-        work = [rows * columns * min(rows, columns) for rows, columns in self._shapes]
+        work = [work_of(shape) for shape in self._shapes]
         self.rounds = [self._round(owners) for owners in balanced_rounds(work, len(ranks))]
 
     def _round(self, matrix_of: Mapping[int, int]) -> Round:
@@ -203,6 +203,7 @@ class WholeMatrices:
                 result = compute(turn.matrix, whole)
             del whole
             self._scatter(turn.scatter, result, write)
+            del result  # before the next matrix is gathered
 
     def _gather(self, turn: Round, read: Read) -> Tensor | None:
         """Return this rank's whole matrix of a round, if it has one."""
@@ -254,26 +255,34 @@ class WholeMatrices:
         put: Callable[[Piece, Tensor], None],
     ) -> None:
         """Take the pieces for other ranks, send them, and put those from other ranks."""
-        size = 1 if self._group is None else self._group.size()
         for index in range(exchange.passes):
             sent = [piece.cut(index, exchange.passes) for piece in exchange.sent]
             received = [piece.cut(index, exchange.passes) for piece in exchange.received]
-            sent_counts = [0] * size
-            received_counts = [0] * size
-            for piece in sent:
-                sent_counts[piece.target] += piece.numel
-            for piece in received:
-                received_counts[piece.source] += piece.numel
+            self._pass(sent, received, take, put)
 
-            outgoing = torch.empty(sum(sent_counts), dtype=self._dtype, device=self._device)
-            incoming = outgoing.new_empty(sum(received_counts))
-            for piece, chunk in _chunks(sent, outgoing):
-                chunk.copy_(take(piece))
-            dist.all_to_all_single(
-                incoming, outgoing, received_counts, sent_counts, group=self._group
-            )
-            for piece, chunk in _chunks(received, incoming):
-                put(piece, chunk)
+    def _pass(
+        self,
+        sent: Sequence[Piece],
+        received: Sequence[Piece],
+        take: Callable[[Piece], Tensor],
+        put: Callable[[Piece, Tensor], None],
+    ) -> None:
+        """Send pieces in one collective; its buffers are freed before those of the next."""
+        size = 1 if self._group is None else self._group.size()
+        sent_counts = [0] * size
+        received_counts = [0] * size
+        for piece in sent:
+            sent_counts[piece.target] += piece.numel
+        for piece in received:
+            received_counts[piece.source] += piece.numel
+
+        outgoing = torch.empty(sum(sent_counts), dtype=self._dtype, device=self._device)
+        incoming = outgoing.new_empty(sum(received_counts))
+        for piece, chunk in _chunks(sent, outgoing):
+            chunk.copy_(take(piece))
+        dist.all_to_all_single(incoming, outgoing, received_counts, sent_counts, group=self._group)
+        for piece, chunk in _chunks(received, incoming):
+            put(piece, chunk)
 
 
 def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -282,6 +291,12 @@ def _chunks(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Te
     for piece in pieces:
         yield piece, buffer[start : start + piece.numel].view(piece.shape)
         start += piece.numel
+
+
+def work_of(shape: tuple[int, ...]) -> int:
+    """Return a number that grows with the work on a matrix of this shape."""
+    rows, columns = shape
+    return rows * columns * min(rows, columns)
 
 
 def balanced_rounds(work: Sequence[float], size: int) -> list[dict[int, int]]:

@@ -32,6 +32,12 @@ KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
 DELTA = 1 / 6
 """Default rate of a delta rule relative to attention's: the published ratio to cuDNN on H200."""
 
+FLOAT32 = 1 / 15
+"""Rate of a GPU's matmuls in float32 relative to bfloat16, without TF32, as torch computes them.
+
+In data sheets it is 67 of 989 TFLOP/s for H100 and H200, and 19.5 of 312 for A100.
+"""
+
 
 class ClusterError(UserError):
     """An invalid cluster file; the message names the file, the key and the fix."""
@@ -188,6 +194,13 @@ class Cluster:
         return 1e12 * self.peak_tflops * self.matmul_fraction
 
     @property
+    def float32_flops_per_s(self) -> float:
+        """FLOP/s that matmuls reach in float32."""
+        if self.device == "cpu":
+            return self.products_flops_per_s
+        return FLOAT32 * self.products_flops_per_s
+
+    @property
     def attention_flops_per_s(self) -> float:
         """FLOP/s that the attention kernel reaches."""
         return 1e12 * self.peak_tflops * self.attention_fraction
@@ -211,6 +224,11 @@ class Cluster:
     def host_bytes_per_s(self) -> float:
         """Bytes per second of a processor's copies to host memory; 0 if unknown."""
         return self.host_gb_per_s * GB
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """Bytes per second of all links out of a node."""
+        return self.node_gb_per_s * GB
 
     @property
     def node_gb_per_s(self) -> float:

@@ -74,7 +74,8 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
         f"dry run of {counted(world_size, 'process')} on {cluster.name}: "
         "a forward pass, a backward pass and an optimizer step ran"
     )
-    lines = [*_table(rehearsals), _time_line(config, world_size, cluster)]
+    lines = [*_table(rehearsals), *_step_line(rehearsals)]
+    lines.append(_time_line(config, world_size, cluster))
     if fits:
         lines.append(sentence)
     print("\n".join([*lines, *notes]))
@@ -249,6 +250,18 @@ def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
         counts.append(rehearsal.sent.get(BETWEEN, 0))
         cells = [f"{count / 1e9:.3f}" for count in counts]
         yield f"| {rehearsal.stage} | {rehearsal.rank} | {' | '.join(cells)} |"
+
+
+def _step_line(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
+    """Yield a line with the bytes that a rank sends in the optimizer's step, if it sends any."""
+    busiest = max(rehearsals, key=lambda rehearsal: sum(rehearsal.step_sent.values()))
+    links = []
+    for link in (INSIDE, BETWEEN):
+        num_bytes = busiest.step_sent.get(link, 0)
+        if num_bytes:
+            links.append(f"{num_bytes / 1e9:.3f} GB {link}")
+    if links:
+        yield f"optimizer: in its step rank {busiest.rank} sends {' and '.join(links)}"
 
 
 def _commands(

@@ -11,7 +11,7 @@ from math import ceil
 
 from parallel.context.plan import Plan
 from parallel.offload import SEVERAL, in_slabs
-from planner.step_memory import kept_per_token, kinds, num_outputs, num_shards
+from planner.step_memory import kept_per_token, kinds, num_outputs, stage_states
 from planner.step_shape import Arrangement, StepShape
 
 
@@ -19,8 +19,7 @@ def moments(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
     """Return the bytes of a rank's optimizer moments in host memory."""
     if not arrangement.moments_on_host:
         return 0.0
-    parameters = work.trained_share * work.parameters / (arrangement.tp * arrangement.pp)
-    return arrangement.state_bytes * (parameters / num_shards(plan, arrangement))
+    return stage_states(work, arrangement) / arrangement.num_shards(plan)
 
 
 def offloaded(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:

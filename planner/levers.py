@@ -17,6 +17,7 @@ from parallel.mesh import SIZES
 from planner.cluster import Cluster
 from runtime.errors import UserError
 from train.config.flags import value_of
+from train.optimizers import OPTIMIZERS
 
 AnyConfig = Any
 """Configuration of either entry script (pretrain_gpt.py, pretrain_dit.py)."""
@@ -105,14 +106,20 @@ def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     return _on_host(config, cluster)
 
 
-def _moment_dtypes(config: AnyConfig, cluster: Cluster) -> list[tuple[str, str]]:
-    """Return the configured dtypes of Adam's moments, then bf16 if they are fp32."""
+def _rounded_states(config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
+    """Return the configured values of ``LEANER_FIELDS``, then those that the optimizer proposes."""
     optimizer = config.optimizer
-    current = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    can_round = optimizer.spec.rounds_states and optimizer.optimizer_backend != "apex"
-    if not can_round or current != ("fp32", "fp32"):
-        return [current]
-    return [current, ("bf16", "bf16")]
+    current = {name: getattr(optimizer, name) for name in LEANER_FIELDS}
+    leaner = current | optimizer.spec.leaner_settings(optimizer)
+    return [tuple(current.values()), tuple(leaner.values())]
+
+
+def _leaner_fields() -> tuple[str, ...]:
+    """Return the settings by which any optimizer stores its states in fewer bits."""
+    names: dict[str, None] = {}
+    for spec in OPTIMIZERS.values():
+        names |= dict.fromkeys(spec.leaner_fields)
+    return tuple(names)
 
 
 CHUNKS = Lever(("loss_chunk_size", "ffn_chunk_size"), _chunks)
@@ -121,8 +128,9 @@ SHARDING = Lever(("data_parallel_sharding_strategy",), _shardings)
 OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
-ROUNDED_MOMENTS = Lever(("exp_avg_dtype", "exp_avg_sq_dtype"), _moment_dtypes, exact=False)
-ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS, ROUNDED_MOMENTS)
+LEANER_FIELDS = _leaner_fields()
+ROUNDED_STATES = Lever(LEANER_FIELDS, _rounded_states, exact=False)
+ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS, ROUNDED_STATES)
 """Order in which levers are used, as in docs/tasks/long_context.md, which first adds processes.
 
 A lever that occurs twice moves one value further each time; the others move to their last value.
@@ -281,10 +289,8 @@ def memory_of(config: AnyConfig) -> str:
         words.append("offload")
     if config.optimizer.optimizer_cpu_offload:
         words.append("moments on the host")
-    dtypes = dict.fromkeys((config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype))
-    if list(dtypes) != ["fp32"]:
-        words.append(f"moments in {' and '.join(dtypes)}")
-    return ", ".join(word for word in words if word != "none")
+    words.append(config.optimizer.spec.states_title(config.optimizer))
+    return ", ".join(word for word in words if word not in ("none", ""))
 
 
 def described(config: AnyConfig) -> str:

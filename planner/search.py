@@ -20,6 +20,7 @@ from parallel.context.methods import METHODS, STATE_METHODS
 from planner.cluster import Cluster
 from planner.host_memory import pinned
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
+from planner.optimizer_cost import optimizer_shape
 from planner.step_cost import Prediction, step_seconds
 from planner.step_memory import memory_of
 from planner.step_shape import Arrangement, StepShape
@@ -29,7 +30,6 @@ from runtime.progress import Progress
 from train.config.common import CommonConfig
 from train.config.derive import with_joined_ranks
 from train.config.sizes import validate_sizes
-from train.optimizers.config import average_state_bytes
 
 C = TypeVar("C", bound=CommonConfig)
 ROOM = 0.9
@@ -125,6 +125,7 @@ def cost_inputs(
     """
     recompute = config.recompute
     pp, cp, tp = config.mesh.sizes
+    stage_layers = -(-config.model.num_layers // pp)
     arrangement = Arrangement(
         pp=pp,
         dp=world_size // (cp * tp * pp),
@@ -133,7 +134,7 @@ def cost_inputs(
         copies=config.data_parallel.num_distributed_optimizer_instances,
         recompute=recompute.recompute_granularity,
         offload=recompute.recompute_offload,
-        state_bytes=average_state_bytes(config.optimizer, config.model),
+        optimizer=optimizer_shape(config.optimizer, config.model, stage_layers),
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,

@@ -7,7 +7,9 @@ carries them, and each message adds a latency. The causes of a step's time are:
 * linear: matmuls, and the pointwise work between them at the memory's rate;
 * recompute, tensor parallel, pipeline: added in full;
 * offload: copies that the layers of a pass do not hide;
-* data parallel: the exchange of weights and gradients that linear and attention do not hide.
+* data parallel: the exchange of weights and gradients that linear and attention do not hide;
+* optimizer: work on whole matrices, added in full (planner/optimizer_cost.py). The pointwise update
+  of weights is part of the other causes, whose constants are fitted to whole steps.
 
 The model is described by its sizes (`StepShape`): this file builds no model.
 """
@@ -21,6 +23,7 @@ from planner.cluster import GB, MICRO, Cluster
 from planner.host_memory import moments, offloaded, pinned
 from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
 from planner.layers.delta_cost import DeltaCost, fastest_schedule
+from planner.optimizer_cost import stage_group, whole_matrix_seconds
 from planner.step_memory import fetched_ahead, memory_of, rank_sizes
 from planner.step_shape import Arrangement, StepShape
 
@@ -136,6 +139,9 @@ def seconds_of_layers(
     seconds["data parallel"] = max(
         cluster.exposed_share * exchange_seconds, exchange_seconds - overlap_seconds
     )
+    if arrangement.optimizer.matrices:
+        group = stage_group(plan, arrangement)
+        seconds["optimizer"] = whole_matrix_seconds(arrangement.optimizer.matrices, group, cluster)
     return seconds
 
 

@@ -18,8 +18,8 @@ from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes, sizes
 from parallel.offload import FETCH_AHEAD
 from planner.layers.buffers import backward_buffers
+from planner.optimizer_cost import stage_group, temporary_bytes
 from planner.step_shape import Arrangement, StepShape
-from train.optimizers.host import PIECE
 
 
 class Moments(NamedTuple):
@@ -91,6 +91,14 @@ def _stage(work: StepShape, arrangement: Arrangement) -> _Stage:
     return _Stage(arrangement.stage_layers(work), per_layer, outside, output)
 
 
+def stage_states(work: StepShape, arrangement: Arrangement) -> float:
+    """Return the bytes of the optimizer's state of the busiest pipeline stage, before sharding."""
+    stage = _stage(work, arrangement)
+    optimizer = arrangement.optimizer
+    in_layers = optimizer.state_bytes * stage.layers * stage.per_layer
+    return work.trained_share * (in_layers + optimizer.outside_state_bytes * stage.outside)
+
+
 def weight_bytes(
     work: StepShape, plan: Plan, arrangement: Arrangement
 ) -> tuple[float, Moments, Moments]:
@@ -103,13 +111,14 @@ def weight_bytes(
     size = work.element_size
     trained_share = work.trained_share
     stage = _stage(work, arrangement)
-    shards = num_shards(plan, arrangement)
+    shards = arrangement.num_shards(plan)
 
     # Trained weights are in float32, beside the optimizer's state and averages; frozen ones are in
     # the dtype of the computation.
-    state_bytes = 0 if arrangement.moments_on_host else arrangement.state_bytes
-    trained_bytes = (4 + state_bytes + work.averages) * stage.total * trained_share
-    states = trained_bytes + size * stage.total * (1 - trained_share)
+    states = (4 + work.averages) * stage.total * trained_share
+    states += size * stage.total * (1 - trained_share)
+    if not arrangement.moments_on_host:
+        states += stage_states(work, arrangement)
 
     # Gathered copies of the weights in the dtype of the computation: with zero3, of one layer
     # at a time and of the parameters outside the layers; else of the whole stage, all the time.
@@ -128,21 +137,18 @@ def weight_bytes(
     gathered = size * stage.per_layer * (is_gathered and shards > 1)
 
     # At the end: the gradients of the parameters outside the layers, before and after their
-    # reduction (legacy_ddp reduces all gradients at once), or the optimizer's moments, of which
-    # only pieces are on the device at a time if they are in host memory.
+    # reduction (legacy_ddp reduces all gradients at once), or the optimizer's temporary tensors.
     last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_copied
     if arrangement.strategy == "legacy_ddp":
         last = 4 * stage.total * trained_share
-    moment_bytes = (
-        min(2 * PIECE, stage.total / shards) * arrangement.state_bytes * arrangement.moments_on_host
-    )
+    step = temporary_bytes(arrangement.optimizer, stage_group(plan, arrangement))
 
     temporary = Moments(
         loss=0,
         last_layer=waiting_bytes + gathered,
         second_layer=waiting_bytes + gathered + unreduced_bytes,
         first_layer=waiting_bytes + unreduced_bytes,
-        end=max(last, moment_bytes) - copies,  # gathered weights are freed at the end
+        end=max(last, step) - copies,  # gathered weights are freed at the end
     )
     return states / shards + copies, gradients, temporary
 
@@ -361,13 +367,6 @@ def num_outputs(plan: Plan) -> int:
     if exchanges:
         return 2
     return 1
-
-
-def num_shards(plan: Plan, arrangement: Arrangement) -> int:
-    """Return the number of ranks that shard gradients and the optimizer's state."""
-    if arrangement.strategy in ("ddp", "legacy_ddp"):
-        return 1
-    return arrangement.dp * plan.size // arrangement.copies
 
 
 def fetched_ahead(work: StepShape, plan: Plan, arrangement: Arrangement) -> bool:

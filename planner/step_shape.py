@@ -8,6 +8,7 @@ from parallel.context.plan import Plan
 from parallel.data import Strategy
 from parallel.pipeline.stages import PipelineConfig
 from planner.layers.delta_cost import DeltaShape
+from train.optimizers.base import NO_PIECE, MatrixCost, StepPiece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,22 @@ class StepShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerShape:
+    """State and work of an optimizer for a model; the defaults are AdamW's."""
+
+    state_bytes: float = 8
+    """Bytes of state per trained parameter of the layers, averaged over them."""
+    outside_state_bytes: float = 8
+    """The same for the parameters outside the layers."""
+    matrices: tuple[MatrixCost, ...] = ()
+    """Weights of the largest pipeline stage that a step takes whole."""
+    piece: StepPiece = NO_PIECE
+    """Elements of a shard that are updated at once, if this takes temporary tensors."""
+    largest: int = 0
+    """Number of elements of the largest weight, if ``piece`` is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arrangement:
     """Division of the work over ranks in all dimensions but cp, and settings that save memory."""
 
@@ -91,8 +108,7 @@ class Arrangement:
     copies: int = 1
     recompute: str = "none"
     offload: bool = False
-    state_bytes: float = 8
-    """Bytes of the optimizer's state per trained parameter, averaged over the model."""
+    optimizer: OptimizerShape = OptimizerShape()
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
@@ -102,3 +118,9 @@ class Arrangement:
     def stage_layers(self, work: StepShape) -> int:
         """Return the number of layers of the largest pipeline stage."""
         return -(-work.layers // self.pp)
+
+    def num_shards(self, plan: Plan) -> int:
+        """Return the number of ranks that shard gradients and the optimizer's state."""
+        if self.strategy in ("ddp", "legacy_ddp"):
+            return 1
+        return self.dp * plan.size // self.copies

@@ -55,6 +55,7 @@ from tools.common.plan_text import (
     discarded,
     headline,
     notes,
+    optimizer_share,
     table,
     tightly,
 )
@@ -339,7 +340,8 @@ def plan(argv: list[str]) -> None:
         shown = rows[: args.top]
         print(headline(world_size, cluster, config))
         print(f"{discarded(ranking, cluster, args.top)}\n{note}".rstrip())
-        print("\n".join([table(shown), *alike(shown), *notes(config)]))
+        lines = [table(shown), *alike(shown), *optimizer_share(shown), *notes(config)]
+        print("\n".join(lines))
         first = rows[0].candidate.prediction
         owner = f"a process of the first row{tightly(first.bytes, cluster)}"
         print(bars(first.memory, first.host, cluster, owner))

@@ -48,6 +48,8 @@ class Rehearsal:
     """Bytes of memory at the peak of a step, keyed by cause."""
     sent: dict[str, int]
     """Bytes sent in a micro-batch, keyed by link (``INSIDE`` or ``BETWEEN``)."""
+    step_sent: dict[str, int]
+    """Bytes sent in the optimizer's step, keyed by link."""
     host: int
     """Bytes in host memory; for the process of a GPU, the bytes that torch pins."""
 
@@ -89,7 +91,9 @@ class Recorder(TorchDispatchMode):
         """One of ``CAUSES``, to which new storages are attributed."""
         self.events: list[Event] = []
         self.sent = Counter[str]()
-        """Bytes sent so far, keyed by link (``INSIDE`` or ``BETWEEN``)."""
+        """Bytes sent so far in micro-batches, keyed by link (``INSIDE`` or ``BETWEEN``)."""
+        self.step_sent = Counter[str]()
+        """Bytes sent in the optimizer's step."""
         self.kept: dict[int, int] = {}
         """Bytes that forward passes left for backward passes, keyed by the storage's number."""
         self.doing = "building the model"
@@ -288,7 +292,8 @@ class Recorder(TorchDispatchMode):
         """Count bytes that this rank sends in a group, within a node or between nodes."""
         num_nodes = len({rank // self._per_node for rank in ranks})
         link = INSIDE if num_nodes == 1 else BETWEEN
-        self.sent[link] += round(num_bytes)
+        sent = self.step_sent if self.kind == "optimizer" else self.sent
+        sent[link] += round(num_bytes)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -361,7 +366,7 @@ class Recorder(TorchDispatchMode):
 
         sent = {link: num_bytes // num_micro_batches for link, num_bytes in self.sent.items()}
         host = self._host_bytes(at_end, in_flight, on_gpu)
-        return Rehearsal(self.rank, stage, dict(memory), sent, host)
+        return Rehearsal(self.rank, stage, dict(memory), sent, dict(self.step_sent), host)
 
     def _host_bytes(self, at_end: dict[int, int], in_flight: int, on_gpu: bool) -> int:
         """Return the bytes of host memory, counting whole slabs (large blocks) if it is pinned."""

@@ -46,6 +46,24 @@ def run(path, *flags):
     entry.main(["--config", str(path), "--dry-run", *vocabulary, *flags])
 
 
+def test_a_line_has_what_the_optimizer_sends(capsys):
+    run(
+        TINY,
+        "--world-size",
+        "16",
+        "--context-parallel-size",
+        "8",
+        "--bf16",
+        "--optimizer",
+        "muon",
+        *H100,
+    )
+    lines = capsys.readouterr().out.splitlines()
+    pattern = r"optimizer: in its step rank 0 sends \d+\.\d{3} GB between nodes"
+    assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 1
+    assert any(re.search(r"^time: .* optimizer [\d.]+ .?s[,;]", line) for line in lines)
+
+
 def test_the_report_and_the_commands(capsys):
     run(TINY, "--world-size", "8", "--context-parallel-size", "4", "--bf16", *H100)
     lines = capsys.readouterr().out.splitlines()
@@ -53,6 +71,7 @@ def test_the_report_and_the_commands(capsys):
     row = next(line for line in lines if line.startswith("| 0 | 0 |"))
     figures = [float(cell) for cell in row.strip("| ").split(" | ")]
     assert figures[10] == pytest.approx(sum(figures[2:10]), abs=5e-3)
+    assert not any(line.startswith("optimizer: ") for line in lines)
     assert sum("is not on this machine" in line for line in lines) == 2
     command = f"pretrain_gpt.py --config {TINY} --vocab-size 1000 --context-parallel-size 4 --bf16"
     assert lines[-2] == f"start: torchrun --standalone --nproc-per-node 8 {command}"

@@ -266,3 +266,21 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags, monkeypatch):
     again = "longmesh::context_attention_backward"
     assert ran[0][again] == (2 if "window" in flags else 1)
     assert ran[1][again] == 4
+
+
+def test_an_optimizers_bytes_are_not_a_micro_batchs():
+    """With 2 ranks in a stage, half of a matrix goes to its owner and back."""
+    flags = "--pipeline-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 8"
+    adam, muon = (
+        rehearse(parse_args([*MODEL, *flags.split(), *more]), LanguageTask, 0, 4, per_node=4)
+        for more in ((), ("--optimizer", "muon"))
+    )
+    assert adam.step_sent == {}
+    assert muon.sent == adam.sent
+    ffn = parse_args(MODEL).model.ffn_size
+    layer = 4 * 256 * 256 + 3 * 256 * ffn
+    assert muon.step_sent == {INSIDE: 4 * 2 * layer // 2}
+    far = rehearse(
+        parse_args([*MODEL, *flags.split(), "--optimizer", "muon"]), LanguageTask, 0, 4, per_node=1
+    )
+    assert far.step_sent == {BETWEEN: muon.step_sent[INSIDE]}

@@ -36,6 +36,9 @@ DELTA = (
     "--linear-key-head-dim 64 --rotary-percent 0.25 --vocab-size 8192 --context-parallel-method "
     "none "
 )
+MUON = "--optimizer muon "
+BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+SHORT = "--seq-length 256 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64 "
 CASES = {
     "none": (1, ""),
     "none, chunks": (1, CHUNKS),
@@ -77,6 +80,12 @@ CASES = {
     "qwen3_5 on a CPU, float32": (1, DELTA + "--device cpu --no-bf16"),
     "qwen3_5 on a CPU": (1, DELTA + "--device cpu"),
     "olmo_hybrid": (1, DELTA + "--model-type olmo_hybrid --rotary-percent 1"),
+    "muon, pipeline 4": (4, MUON + SHORT + "--pipeline-model-parallel-size 4"),
+    "bf16 moments, a step of tensor 2":
+        (4, BF16 + SHORT + "--tensor-model-parallel-size 2 --vocab-size 8000"),
+    "bf16 moments on the host": (1, BF16 + SHORT + "--vocab-size 512 --optimizer-cpu-offload"),
+    "int8 moments, pipeline 2":
+        (2, "--exp-avg-dtype int8 --exp-avg-sq-dtype int8 " + GPIPE + AGAIN + "full"),
     ("transnormer, lasp 4, "
     "full"): (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
                                   "--context-parallel-size 4" + AGAIN + "full"),
@@ -86,6 +95,8 @@ QUICK = (
     "ulysses 4 in stages, full",
     "teams of 2, full",
     "tensor 2, pipeline 2",
+    "muon, pipeline 4",
+    "bf16 moments on the host",
     "data 4, zero1",
     "gemma3",
     "transnormer, lasp 4, full",

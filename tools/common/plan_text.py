@@ -256,6 +256,16 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
     return equal_to_first([row.candidate.prediction.time for row in rows])
 
 
+def optimizer_share(rows: Sequence[PlanRow]) -> list[str]:
+    """Return a line with the optimizer's time in the first row's step, if it is a cause."""
+    prediction = rows[0].candidate.prediction
+    seconds = prediction.seconds.get("optimizer", 0.0)
+    if not seconds:
+        return []
+    share = seconds / prediction.time
+    return [f"the optimizer takes {duration(seconds)} of the first row's step, {share:.1%}"]
+
+
 def equal_to_first(seconds: Sequence[float]) -> list[str]:
     """List the row numbers whose times equal the first one within ``ALIKE``."""
     numbers = []

@@ -10,12 +10,12 @@ from runtime.errors import UserError, require
 from train.checkpoint.api import Conversion
 from train.config.flags import ConfigError
 from train.optimizers import apex
-from train.optimizers.base import Group, OptimizerSpec, OwnSettings, Weight
+from train.optimizers.base import Group, OptimizerSpec, OwnSettings, StepPiece, Weight
 from train.optimizers.bf16_moments import BFloat16
-from train.optimizers.host import HostAdamW
+from train.optimizers.host import HostAdamW, offload_piece
 from train.optimizers.moment_conversion import MomentConversion
 from train.optimizers.moment_formats import MOMENTS, Float32, MomentDtype, MomentFormat
-from train.optimizers.pieces import PiecewiseAdamW
+from train.optimizers.pieces import PiecewiseAdamW, rounding_piece
 from train.optimizers.quantized_moments import Float8, Int8
 
 Backend = Literal["torch", "apex"]
@@ -74,12 +74,29 @@ class Adam(OptimizerSpec):
 
     settings = AdamSettings
     free_settings = ("optimizer_backend", "exp_avg_dtype", "exp_avg_sq_dtype")
+    leaner_fields = ("exp_avg_dtype", "exp_avg_sq_dtype")
     states = MOMENTS
     offloads = True
-    rounds_states = True
 
     def state_bytes(self, config: Any, weight: Weight | None = None) -> float:
         return sum(moment_format.bytes for moment_format in config.moment_formats)
+
+    def step_piece(self, config: Any) -> StepPiece:
+        if config.optimizer_cpu_offload:
+            return StepPiece(*offload_piece(config.moment_formats))
+        return StepPiece(*rounding_piece(config.moment_formats))
+
+    def leaner_settings(self, config: Any) -> dict[str, Any]:
+        dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
+        if config.optimizer_backend == "apex" or dtypes != {"fp32"}:
+            return {}
+        return dict.fromkeys(self.leaner_fields, "bf16")
+
+    def states_title(self, config: Any) -> str:
+        dtypes = list(dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype)))
+        if dtypes == ["fp32"]:
+            return ""
+        return f"moments in {' and '.join(dtypes)}"
 
     def build(
         self,

@@ -29,6 +29,37 @@ class Weight(NamedTuple):
     """True for a layer's matrix that maps hidden states to hidden states, as the model states."""
 
 
+class MatrixCost(NamedTuple):
+    """What a step computes for a weight that it takes whole."""
+
+    shape: tuple[int, int]
+    flops: float
+    """FLOPs of the matmuls, of 2 for each multiplication with its addition."""
+    dtype: torch.dtype
+    """Dtype of the matmuls, and of what ranks send each other."""
+    temporary_bytes: float
+    """Bytes of temporary tensors at the peak, with the result but without the matrix itself."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the matrix."""
+        rows, columns = self.shape
+        return rows * columns * self.dtype.itemsize
+
+
+class StepPiece(NamedTuple):
+    """Part of a rank's shard of a weight that a step updates at once."""
+
+    elements: int
+    """Maximum number of elements."""
+    bytes: float
+    """Bytes per element of temporary tensors and buffers on the device."""
+
+
+NO_PIECE = StepPiece(0, 0.0)
+"""A step that updates whole shards without temporary tensors."""
+
+
 class OwnSettings:
     """Base of an optimizer's own settings, a frozen dataclass whose fields are flags."""
 
@@ -52,8 +83,8 @@ class OptimizerSpec(ABC):
     """The same for weights that it takes whole (``takes_whole``)."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
-    rounds_states: bool = False
-    """True if it can store its states in fewer bits (``exp_avg_dtype``)."""
+    leaner_fields: tuple[str, ...] = ()
+    """Settings that ``leaner_settings`` may change."""
     whole_matrices: bool = False
     """True if a step needs whole matrices instead of shards; ``build`` then gets ``ranks``."""
 
@@ -73,6 +104,25 @@ class OptimizerSpec(ABC):
         if weight is None:
             return 4.0 * max(len(self.states), len(self.matrix_states))
         return 4.0 * len(self.states_of(config, weight))
+
+    def matrix_cost(self, config: Any, shape: tuple[int, int]) -> MatrixCost:
+        """Return the cost of a step for a weight of this shape that it takes whole."""
+        raise NotImplementedError(f"{type(self).__name__} takes whole matrices; add matrix_cost()")
+
+    def step_piece(self, config: Any) -> StepPiece:
+        """Return the part of a shard that is updated at once, by default without temporaries."""
+        return NO_PIECE
+
+    def leaner_settings(self, config: Any) -> dict[str, Any]:
+        """Return settings that store states in fewer bits, and so change results; may be empty.
+
+        The keys are ``leaner_fields``. The planner proposes them if memory is short.
+        """
+        return {}
+
+    def states_title(self, config: Any) -> str:
+        """Describe how states are stored in a few words; empty for the default."""
+        return ""
 
     @property
     def setting_names(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class BFloat16(MomentFormat):
     name = "bf16"
     dtype = torch.bfloat16
     random = True
+    rounding_bytes = 40
 
     def unpack(self, stored: tuple[Tensor, ...], moment: str) -> Tensor:
         return stored[0].float()

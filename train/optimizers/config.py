@@ -1,14 +1,12 @@
 """The section [optimizer] of a configuration, and the optimizer that it builds."""
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from model.parts.weights import is_hidden_matrix
-from model.registry import meta_model
 from parallel.mesh import Mesh
 from runtime.errors import UserError, at_least
 from train.optimizers import OPTIMIZERS
@@ -103,18 +101,3 @@ def trained_weights(*parts: nn.Module) -> list[Weight]:
             if parameter.requires_grad:
                 weights.append(Weight(name, parameter, is_hidden_matrix(part, name)))
     return weights
-
-
-@lru_cache(maxsize=64)
-def average_state_bytes(config: OptimizerConfig, model: Any) -> float:
-    """Return the bytes of state per trained parameter of a model, given its configuration."""
-    spec = config.spec
-    if not spec.matrix_states:
-        return spec.state_bytes(config)
-    num_bytes = 0.0
-    elements = 0
-    for weight in trained_weights(meta_model(model)):
-        count = weight.parameter.numel()
-        num_bytes += spec.state_bytes(config, weight) * count
-        elements += count
-    return num_bytes / max(1, elements)

@@ -12,6 +12,7 @@ below order the streams:
   whatever follows the step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from parallel.data import to_local
 from parallel.offload import HostCopies, Slabs
 from runtime.simulation import allocates
 from train.optimizers import pieces
-from train.optimizers.moment_formats import Float32, zeros
+from train.optimizers.moment_formats import MomentFormat, zeros
 from train.optimizers.pieces import ParameterPiece, PiecewiseAdamW
 
 PIECE = 1 << 24
@@ -31,6 +32,13 @@ PIECE = 1 << 24
 Both moments of two pieces take 256 MiB on the device. One copy moves one moment of a piece, 64 MiB,
 which is large enough for a bus to reach its full rate.
 """
+
+
+def offload_piece(formats: Sequence[MomentFormat]) -> tuple[int, float]:
+    """Return the elements of a piece, and the bytes per element of buffers and temporaries."""
+    elements, temporary_bytes = pieces.rounding_piece(formats)
+    stored_bytes = sum(moment_format.bytes for moment_format in formats)
+    return elements or PIECE, 2 * stored_bytes + temporary_bytes
 
 
 class HostAdamW(PiecewiseAdamW):
@@ -48,8 +56,8 @@ class HostAdamW(PiecewiseAdamW):
         return on_host(parameter, self._slabs, dtype, columns)
 
     def _piece_length(self) -> int:
-        plain = all(isinstance(moment_format, Float32) for moment_format in self.formats.values())
-        return PIECE if plain else pieces.PIECE
+        elements, _ = offload_piece(tuple(self.formats.values()))
+        return elements
 
     def _update(self, pieces: list[ParameterPiece]) -> None:
         device = pieces[0].weight.device

@@ -43,6 +43,8 @@ class MomentFormat(ABC):
     """True if blocks of elements have scales."""
     random: bool = False
     """True if rounding takes random bits."""
+    rounding_bytes: int = 0
+    """Bytes per element of temporary tensors while values are rounded, beside both moments."""
 
     @property
     def bytes(self) -> float:

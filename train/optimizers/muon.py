@@ -24,7 +24,7 @@ from parallel.matrices import WholeMatrices
 from runtime.errors import UserError, require
 from train.config.flags import ConfigError
 from train.optimizers.adamw import Adam, AdamSettings
-from train.optimizers.base import Group, Weight
+from train.optimizers.base import Group, MatrixCost, Weight
 
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
 MatmulPrecision = Literal["high", "low"]
@@ -105,9 +105,10 @@ class Muon(torch.optim.Optimizer):
         self._plans: list[WholeMatrices] = []
         for group in self.param_groups:
             if group[MATRICES]:
-                dtype = torch.bfloat16
-                if settings.muon_fp32_matmul_prec == "high" and group["params"]:
+                dtype = torch.float32
+                if group["params"]:
                     dtype = group["params"][0].dtype
+                dtype = matmul_dtype(settings, dtype)
                 self._plans.append(WholeMatrices(group["params"], ranks, dtype=dtype))
 
     @property
@@ -191,6 +192,11 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     return x.T if is_tall else x
 
 
+def matmul_dtype(settings: MuonSettings, weight_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of Newton-Schulz, and of what ranks send each other."""
+    return torch.bfloat16 if settings.muon_fp32_matmul_prec == "low" else weight_dtype
+
+
 def update_scale(settings: MuonSettings, shape: torch.Size) -> float:
     """Return the factor of an orthogonalized matrix of this (whole) shape."""
     rows, columns = shape
@@ -220,6 +226,16 @@ class MuonSpec(Adam):
         if weight is None:
             return max(FLOAT32_BYTES, num_bytes)
         return FLOAT32_BYTES if self.takes_whole(config, weight) else num_bytes
+
+    def matrix_cost(self, config: Any, shape: tuple[int, int]) -> MatrixCost:
+        """Return the cost of ``orthogonalize``."""
+        short, long = sorted(shape)
+        dtype = matmul_dtype(config, torch.float32)
+        # A step has two products of [short, long] with [short, short], and one of [short, short].
+        flops = config.muon_num_ns_steps * (4 * short**2 * long + 2 * short**3)
+        # The iterate before and after a step, the Gram matrix and its polynomial.
+        elements = 2 * short * long + 2 * short**2
+        return MatrixCost(shape, flops, dtype, elements * dtype.itemsize)
 
     def groups(self, config: Any, weights: list[Weight]) -> list[Group]:  # type: ignore[override]
         """Return the groups of the matrices, and of the other weights as with AdamW."""

@@ -30,6 +30,15 @@ Both moments in float32, random numbers and temporary results take up to 200 MiB
 FLOAT32 = Float32()
 
 
+def rounding_piece(formats: Sequence[MomentFormat]) -> tuple[int, int]:
+    """Return the elements of a piece, and the bytes per element of its temporary tensors."""
+    rounded = [moment_format for moment_format in formats if moment_format.name != "fp32"]
+    if not rounded:
+        return 0, 0
+    rounding = max(moment_format.rounding_bytes for moment_format in rounded)
+    return PIECE, 4 * len(rounded) + rounding
+
+
 class ParameterPiece(NamedTuple):
     """Consecutive elements of this rank's shard of a parameter, each a view ``[n]``."""
 

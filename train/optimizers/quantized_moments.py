@@ -34,6 +34,7 @@ class Float8(MomentFormat):
     name = "fp8"
     dtype = torch.float8_e4m3fn
     blocks = True
+    rounding_bytes = 13
 
     def unpack(self, stored: tuple[Tensor, ...], moment: str) -> Tensor:
         values, scales = stored
@@ -56,6 +57,7 @@ class Int8(MomentFormat):
     name = "int8"
     dtype = torch.uint8
     blocks = True
+    rounding_bytes = 16
 
     def unpack(self, stored: tuple[Tensor, ...], moment: str) -> Tensor:
         codes, scales = stored

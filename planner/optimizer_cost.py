@@ -75,8 +75,8 @@ def optimizer_shape(config: OptimizerConfig, model: Any, stage_layers: int) -> O
         state_bytes = spec.state_bytes(config)
         return OptimizerShape(state_bytes=state_bytes, outside_state_bytes=state_bytes)
 
-    in_layers = []
-    outside = []
+    in_layers: list[Weight] = []
+    outside: list[Weight] = []
     matrices = []
     for weight in trained_weights(meta_model(model)):
         path = weight.name.split(".")

@@ -74,17 +74,17 @@ NODES = {
     "entry": 340,
     "model": 44870,
     "kernels": 46640,
-    "parallel": 87530,
+    "parallel": 87620,
     "data": 51920,
-    "train": 70660,
-    "planner": 45870,
+    "train": 71210,
+    "planner": 47460,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 64720,
+    "tools": 64810,
     "papers": 18900,
     "bench": 21400,
     "docs": 1490,
-    "tests": 424480,
+    "tests": 427260,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1505
+MOST_LINES_OF_RESULTS = 1515
 
 
 def row_of(names):

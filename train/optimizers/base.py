@@ -30,7 +30,7 @@ class Weight(NamedTuple):
 
 
 class MatrixCost(NamedTuple):
-    """What a step computes for a weight that it takes whole."""
+    """Cost of a step for a weight that it takes whole."""
 
     shape: tuple[int, int]
     flops: float

@@ -36,6 +36,8 @@ SEAM = "fused_lm_head"
 ROWS = ("input_ids", "position_ids", "attention_mask")
 """Arguments of a forward pass that have a number for each token, ``[B, T]``."""
 
+SCORES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""Fields of TRL's output that have a number for each token."""
 KEYWORDS = (SEAM, "labels", "documents", "use_cache", "num_items_in_batch")
 """Other arguments of a call for log-probabilities."""
 
@@ -81,6 +83,14 @@ def gather_rows(x: Tensor, batch: Batch) -> Tensor:
     return out
 
 
+def unpack_labelled(batch: Batch) -> Tensor:
+    """Return True for each token that has a label, but a row's first: bool ``[B, T - 1]``."""
+    is_token = batch.whole.is_token
+    labelled = torch.zeros_like(is_token)
+    labelled[is_token] = batch.whole.tokens["labels"][0] != IGNORED
+    return labelled[:, :-1]
+
+
 def gather_scores(scores: Scores, batch: Batch) -> dict[str, Tensor]:
     """Gather scores ``[1, n]`` to ``[B, T - 1]``, in one message. Collective.
 
@@ -119,6 +129,31 @@ def score_in_chunks(model: Any, batch: Batch) -> dict[str, Tensor]:
     return {"log_probs": log_probs[None], "entropy": entropy[None]}
 
 
+def score_by_trl(model: Any, previous: Forward, batch: Batch) -> Any:
+    """Return TRL's output for this rank's tokens: its fields are ``[1, n]``, or None."""
+    arguments = {**batch.inputs, "shift_labels": batch.labels, SEAM: True}
+    return previous(model, **arguments)
+
+
+def gather_output(output: Any, batch: Batch, count: Tensor | int | None) -> Any:
+    """Return TRL's output for whole rows from that for this rank's tokens. Collective.
+
+    ``count`` divides the loss, by default the number of tokens with a label.
+    """
+    scores = {}
+    for name in SCORES:
+        field = getattr(output, name)
+        if field is not None:
+            scores[name] = field
+    rows = gather_scores(scores, batch)
+
+    labelled = unpack_labelled(batch)
+    if count is None:
+        count = labelled.sum().clamp(min=1)
+    loss = -rows["log_probs"].sum() / count
+    return type(output)(loss=loss, label_mask=labelled, **rows)
+
+
 def _scores_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log-probability of the label and entropy for each row of logits: [rows, 2]."""
     logits = logits.to(accum_dtype(logits.dtype))
@@ -150,20 +185,16 @@ def causal_model(model: Any) -> Any:
     return model if unwrapped is None else unwrapped()
 
 
-def install_seam(model: Any, answer: Callable[[Forward, dict[str, Any]], Any]) -> None:
+def install_seam(model: Any, answer: Callable[[Any, Forward, dict[str, Any]], Any]) -> None:
     """Let ``answer`` reply to calls of the model's forward that have the argument SEAM.
 
     Args:
         model: a causal language model without wrappers.
-        answer: function of the model's previous forward and the keyword arguments of the call.
+        answer: function of the model, its previous forward and the keyword arguments of the call.
     """
+    bound = model.forward
     # The function rather than the bound method, so that a copy of the model calls itself.
-    previous = getattr(model.forward, "__func__", None)
-    if previous is None:  # accelerate's wrapper for mixed precision is bound to the model
-        bound = model.forward
-
-        def previous(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return bound(*args, **kwargs)
+    previous = getattr(bound, "__func__", lambda self, *args, **kwargs: bound(*args, **kwargs))
 
     @wraps(type(model).forward)  # generate() reads the names of the arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +205,7 @@ def install_seam(model: Any, answer: Callable[[Forward, dict[str, Any]], Any]) -
                 f"the model was called with {SEAM}=True and {len(args)} positional arguments; give "
                 "input_ids, labels and others by name"
             )
-        return answer(previous, kwargs)
+        return answer(self, previous, kwargs)
 
     model.forward = MethodType(forward, model)
 
@@ -192,9 +223,9 @@ def rows_of_call(kwargs: Mapping[str, Any], positions: Positions) -> dict[str, A
             others.append(name)
     if others or kwargs.get("input_ids") is None or kwargs.get("labels") is None:
         raise UserError(
-            f"the model was called with {', '.join(sorted(kwargs))}, but for {SEAM}=True ranks that "
+            f"the model was called with {', '.join(sorted(kwargs))}; for {SEAM}=True, ranks that "
             f"share rows need input_ids and labels, and take only {', '.join(ROWS[1:])} and "
-            "documents besides; leave out the others, and give no prompt-learning adapter"
+            "documents besides: leave out the others, and use no prompt-learning adapter"
         )
 
     arguments = {name: kwargs.get(name) for name in (*ROWS, "labels", "documents")}

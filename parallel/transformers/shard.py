@@ -25,9 +25,11 @@ from parallel.transformers.log_probs import (
     Forward,
     LogProbs,
     causal_model,
+    gather_output,
     gather_scores,
     install_seam,
     rows_of_call,
+    score_by_trl,
     score_in_chunks,
 )
 from parallel.transformers.probe import probe
@@ -153,11 +155,11 @@ class Sharded:
         documents: Sequence[int] | Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> LogProbs:
-        """Return log-probability and entropy of each token of whole rows, on every rank. Collective.
+        """Return log-probability and entropy of each token of whole rows, on every rank.
 
-        Differentiable. Every rank of the group computes the same loss from them; gradients must be
-        averaged over all ranks, as for ``loss``. No rank has the logits of all of its tokens at
-        once.
+        Collective, differentiable. Every rank of the group computes the same loss from them;
+        gradients must be averaged over all ranks, as for ``loss``. No rank has the logits of all of
+        its tokens at once.
 
         Args:
             model: the sharded model, also if DDP, FSDP2 or peft wraps it.
@@ -166,8 +168,7 @@ class Sharded:
         """
         self._check_model(model, "log_probs")
         if not self._has_seam:
-            install_seam(causal_model(self.model), self._score)
-            self._has_seam = True
+            self.answer_seam()
         rows = {
             "input_ids": input_ids,
             "labels": input_ids if labels is None else labels,
@@ -178,13 +179,29 @@ class Sharded:
         scores = model(**rows, **{SEAM: True})
         return LogProbs(scores["log_probs"], scores["entropy"])
 
-    def _score(self, previous: Forward, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Answer a call of the seam with scores ``[B, T - 1]``."""
-        batch = self.batch(**rows_of_call(kwargs, self._positions))
-        causal = causal_model(self.model)
-        with self._draws.running(self.model, batch.context):
-            scores = score_in_chunks(causal, batch)
-        return gather_scores(scores, batch)
+    def answer_seam(self, *, trl: bool = False) -> None:
+        """Let ``model(..., labels=..., fused_lm_head=True)`` score whole rows, on every rank.
+
+        Args:
+            trl: score each rank's tokens by TRL's ``add_fused_lm_head``, which the model must have;
+                by default by Longmesh.
+        """
+
+        def answer(causal: Any, previous: Forward, kwargs: dict[str, Any]) -> Any:
+            if self.is_paused:
+                return previous(causal, **kwargs)
+            batch = self.batch(**rows_of_call(kwargs, self._positions))
+            with self._draws.running(self.model, batch.context):
+                if trl:
+                    output = score_by_trl(causal, previous, batch)
+                else:
+                    output = score_in_chunks(causal, batch)
+            if trl:
+                return gather_output(output, batch, kwargs.get("num_items_in_batch"))
+            return gather_scores(output, batch)
+
+        install_seam(causal_model(self.model), answer)
+        self._has_seam = True
 
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Gather every rank's ``[1, n, ...]`` to ``[B, T, ...]``, 0 in padding; no gradient.

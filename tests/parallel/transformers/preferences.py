@@ -1,22 +1,37 @@
 """Short runs of TRL's preference trainers, over ranks by our mixin or in one process unchanged."""
 
 import os
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import copy
-from contextlib import nullcontext
 from functools import wraps
+from importlib import import_module
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars, load_dataset
-from transformers import set_seed
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.trainer import utils as trl_utils
 
 from docs.examples.finetune_chats import NUMBERS, tokenizer
 from docs.examples.finetune_text import made_model
 from parallel.comparison import Float64Mode
 from parallel.transformers import ContextParallelPreferenceTrainer
+from parallel.transformers.batch import IGNORED
+from tests.parallel.transformers.mistakes import mistaken
 
+shard_module = import_module("parallel.transformers.shard")
 TIMES = ("runtime", "per_second", "step_time", "flos")
 PAIRS = 2
 """Pairs, or completions, of a batch of a group."""
@@ -52,6 +67,14 @@ def on_disk(rows, folder):
     return load_dataset("json", data_files=path, split="train", cache_dir=f"{folder}/cache")
 
 
+def at_border(count, folder):
+    """Answers of one token, all rows of one length: two ranks are cut where an answer ends."""
+    rows = []
+    for i in range(count):
+        rows.append({"prompt": f"u {words(i, 15)} a ", "chosen": "", "rejected": NUMBERS[i % 10]})
+    return on_disk(rows, folder)
+
+
 def marked(count, folder):
     """Completions with a label, good or bad, of which a batch may have only one kind."""
     rows = []
@@ -73,6 +96,51 @@ class LongDPO(ContextParallelPreferenceTrainer, DPOTrainer):
 
 class LongKTO(ContextParallelPreferenceTrainer, KTOTrainer):
     """TRL's trainer over ranks."""
+
+
+class LongGRPO(ContextParallelPreferenceTrainer, GRPOTrainer):
+    """TRL's trainer over ranks."""
+
+
+class GivenRLOO(RLOOTrainer):
+    """TRL's trainer, which has no rollout_func, with given completions."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+        return given_completions(prompt_ids, self)["completion_ids"]
+
+
+class LongRLOO(ContextParallelPreferenceTrainer, GivenRLOO):
+    """TRL's trainer over ranks, with given completions."""
+
+
+def prompts(count, folder):
+    """Prompts alone, long and short."""
+    rows = [{"prompt": f"u {words(i, (3, 4, 17, 9)[i % 4])} a"} for i in range(count)]
+    return on_disk(rows, folder)
+
+
+def given_completions(prompts, trainer):
+    """A completion of 1 to 6 tokens for each row of the global batch, by its number there."""
+    ids = prompts
+    if isinstance(prompts[0], str):
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+    first = trainer.accelerator.process_index * len(ids)
+    completions = []
+    for row, prompt in enumerate(ids):
+        number = first + row
+        length = (5, 0, 3, 1)[number % 4]
+        completion = [6 + (sum(prompt) * (number + 1) + i * i) % 10 for i in range(length)]
+        completions.append([*completion, 1])
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def reward(completions, **others):
+    """More for a completion that begins with a late number."""
+    rewards = []
+    for completion in completions:
+        numbers = completion.split()
+        rewards.append(NUMBERS.index(numbers[0]) / 10 if numbers else 0.3)
+    return rewards
 
 
 class PlainKTO(KTOTrainer):
@@ -99,16 +167,16 @@ def float64_heads():
     function.backward = staticmethod(backward)
 
 
-def arguments(config, folder, groups, world_size, steps, **others):
-    """Arguments of a trainer whose step takes PAIRS samples for each of ``groups``."""
+def arguments(config, folder, samples, steps, **others):
+    """Arguments of a trainer whose step takes ``samples`` on each group."""
     defaults = {
         "output_dir": folder,
         "use_cpu": True,
         "bf16": False,
         "max_steps": steps,
-        "per_device_train_batch_size": PAIRS * groups if world_size == 1 else PAIRS,
-        "learning_rate": 2e-2,
-        "beta": 0.5,
+        "per_device_train_batch_size": samples,
+        "per_device_eval_batch_size": samples,
+        "learning_rate": 5e-2,
         "optim": "sgd",
         "logging_steps": 1,
         "save_strategy": "no",
@@ -121,63 +189,136 @@ def arguments(config, folder, groups, world_size, steps, **others):
     return config(**{**defaults, **others})
 
 
-def model_in(dtype):
-    return made_model().to(dtype)
+def model_on_disk(folder):
+    path = f"{folder}/model"
+    if dist.get_rank() == 0:
+        made_model().save_pretrained(path)
+    dist.barrier()
+    return path
 
 
 def history(trainer):
     """What the trainer logged, without times."""
     entries = []
     for entry in trainer.state.log_history:
-        kept = {}
+        numbers = {}
         for name, value in entry.items():
             if not any(word in name for word in TIMES):
-                kept[name] = value
-        entries.append(kept)
+                numbers[name] = value
+        entries.append(numbers)
     return entries
 
 
+class Run(NamedTuple):
+    """A short training."""
+
+    kind: str
+    dtype: torch.dtype = torch.float64
+    steps: int = 2
+    reference: str | None = None
+    """A model, the base of adapters (lora), a path, or None."""
+    data: Callable | None = None
+    """Other rows than the kind's."""
+    samples: int = PAIRS
+    """Samples of a group's batch."""
+    method: str = "exchange"
+    mistake: str | None = None
+    """A deliberate error of mistakes.MISTAKES."""
+    arguments: Mapping = MappingProxyType({})
+
+
+KINDS = {
+    "dpo": (DPOTrainer, LongDPO, DPOConfig, pairs),
+    "kto": (PlainKTO, LongKTO, KTOConfig, marked),
+    "grpo": (GRPOTrainer, LongGRPO, GRPOConfig, prompts),
+    "rloo": (GivenRLOO, LongRLOO, RLOOConfig, prompts),
+}
+
+
 def trained(rank, world_size, folder, groups, runs):
-    """Histories of runs: (kind, dtype, steps, arguments, adapters, precision of the reference)."""
+    """Histories of runs, and of each rank's batches (tokens with a label, ends at a border)."""
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     os.environ["TQDM_DISABLE"] = "1"
     disable_progress_bars()
-    os.makedirs(folder, exist_ok=True)
     float64_heads()
     histories = []
-    for index, (kind, dtype, steps, others, reference) in enumerate(runs):
-        torch.set_default_dtype(dtype)  # of TRL's empty tensors, which no mode reaches
-        with Float64Mode() if dtype == torch.float64 else nullcontext():
-            histories.append(
-                run(kind, dtype, steps, others, reference, f"{folder}/{index}", groups, world_size)
-            )
+    for index, each in enumerate(runs):
+        path = f"{folder}/{index}"
+        os.makedirs(path, exist_ok=True)
+        with recorded() as batches, mistaken(each.mistake):
+            histories.append((run(each, path, groups, world_size), batches))
     return histories
 
 
-def run(kind, dtype, steps, others, reference, folder, groups, world_size):
-    base, long, config, data = {
-        "dpo": (DPOTrainer, LongDPO, DPOConfig, pairs),
-        "kto": (PlainKTO, LongKTO, KTOConfig, marked),
-    }[kind]
-    os.makedirs(folder, exist_ok=True)
-    given = {"model": model_in(dtype), "processing_class": tokenizer()}
-    if reference == "lora":
-        from peft import LoraConfig
+@contextmanager
+def recorded():
+    """Record how each batch was cut."""
+    plain = shard_module.shard_batch
+    batches = []
 
-        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    if reference == "model":
-        set_seed(7)
-        given["ref_model"] = model_in(dtype)
+    def shard_batch(packed, context):
+        batch = plain(packed, context)
+        labelled = int((batch.labels != IGNORED).sum())
+        batches.append((labelled, int(batch.context.positions[-1]) + 1 in packed.cu_seqlens[1:-1]))
+        return batch
+
+    shard_module.shard_batch = shard_batch
+    try:
+        yield batches
+    finally:
+        shard_module.shard_batch = plain
+
+
+def run(each, folder, groups, world_size):
+    """Train, and return what was logged."""
+    base, long, config, rows = KINDS[each.kind]
+    given = {"model": made_model().to(each.dtype), "processing_class": tokenizer()}
+    if each.reference == "model":
+        given["ref_model"] = made_model().to(each.dtype)
         with torch.no_grad():
             for x in given["ref_model"].parameters():
                 x.mul_(1.1)
-    args = arguments(config, folder, groups, world_size, steps, **others)
-    given |= {"args": args, "train_dataset": data(40, folder)}
+    if each.reference == "lora":
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    if each.reference == "path":  # TRL loads the reference from where the model was
+        given["model"].config._name_or_path = model_on_disk(folder)
+    if each.kind in ("grpo", "rloo"):
+        given["reward_funcs"] = [reward]
+    if each.kind == "grpo":
+        given["rollout_func"] = given_completions
+
+    given["train_dataset"] = (each.data or rows)(40, folder)
+    if "eval_strategy" in each.arguments:
+        given["eval_dataset"] = given["train_dataset"].select(range(7))
+    samples = each.samples
     if world_size == 1:
-        trainer = base(**given)
+        samples *= groups
     else:
-        trainer = long(**given, context_parallel_size=world_size // groups)
-    if dtype == torch.float64:
-        trainer.model.double()
-    trainer.train()
+        given["context_parallel_size"] = world_size // groups
+        given["context_parallel_method"] = each.method
+    given["args"] = arguments(config, folder, samples, each.steps, **each.arguments)
+
+    torch.set_default_dtype(each.dtype)  # of TRL's empty tensors, which no mode reaches
+    try:
+        with Float64Mode() if each.dtype == torch.float64 else nullcontext():
+            trainer = (base if world_size == 1 else long)(**given)
+            if each.dtype == torch.float64:  # adapters
+                trainer.model.double()
+            trainer.train()
+    finally:
+        torch.set_default_dtype(torch.float32)
     return history(trainer)
+
+
+def errors(mine, expected):
+    """The largest error of each number of two histories, relative if the number is above 1."""
+    assert len(mine) == len(expected)
+    worst = {}
+    for x, y in zip(mine, expected, strict=True):
+        assert x.keys() == y.keys()
+        for name in x:
+            error = abs(x[name] - y[name]) / max(1, abs(y[name]))
+            worst[name] = max(worst.get(name, 0), error)
+    return worst

@@ -1,0 +1,167 @@
+"""TRL's DPO, KTO, GRPO and RLOO trainers over ranks against TRL's own in one process.
+
+All numbers that TRL logs are compared: losses, rewards, margins, norms of gradients, counts.
+"""
+
+import pytest
+import torch
+
+from runtime.ranks import run_ranks
+
+pytest.importorskip("trl", reason="the extra dev has it")
+pytest.importorskip("peft", reason="the extra dev has it")
+
+from tests.parallel.transformers.mistakes import MISTAKES
+from tests.parallel.transformers.preferences import Run, at_border, errors, trained
+
+FLOAT32 = torch.float32
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
+MESHES = {"cp 2 x dp 2": (4, 2), "cp 3": (3, 1)}
+"""Numbers of ranks and of groups."""
+PAIRED = {"num_generations": 2}
+WITH_KL = {**PAIRED, "beta": 0.1}
+LOSS_TYPES = (
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+)
+"""DPO's loss types besides sigmoid and ipo."""
+
+
+def compared(world_size, groups, folder, runs):
+    """Histories over ranks and in one process, and the batches of each rank, for each run."""
+    one_process = [each._replace(mistake=None) for each in runs]
+    expected = run_ranks(trained, 1, f"{folder}/one", groups, one_process)[0]
+    by_rank = run_ranks(trained, world_size, f"{folder}/ranks", groups, runs)
+    results = []
+    for index, each in enumerate(runs):
+        histories = [rank[index][0] for rank in by_rank]
+        if each.mistake is None:
+            assert all(other == histories[0] for other in histories)
+        batches = [rank[index][1] for rank in by_rank]
+        results.append((histories[0], expected[index][0], batches))
+    return results
+
+
+def check(world_size, groups, folder, runs):
+    """Assert that every logged number is that of one process; return the ranks' batches."""
+    results = compared(world_size, groups, folder, runs)
+    for each, (mine, expected, _) in zip(runs, results, strict=True):
+        assert sum("loss" in entry for entry in mine) == each.steps
+        wrong = {}
+        for name, error in errors(mine, expected).items():
+            if not error < BOUNDS[each.dtype]:
+                wrong[name] = error
+        assert wrong == {}, each
+    return [batches for _, _, batches in results]
+
+
+def test_two_ranks_have_the_numbers_of_one_process(tmp_path):
+    runs = [
+        Run("dpo", reference="model", data=at_border, samples=1, method="ring"),
+        Run("kto", reference="lora"),
+        Run(
+            "grpo",
+            arguments={**PAIRED, "beta": 0.1, "gradient_checkpointing": True},
+            reference="lora",
+        ),
+    ]
+    border, *_ = check(2, 1, str(tmp_path), runs)
+    assert all(ends for _, ends in border[0])  # the chosen answer ends where the ranks are cut
+    assert {labelled for labelled, _ in border[0]} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ten_steps_have_the_numbers_of_one_process(mesh, tmp_path):
+    runs = []
+    for dtype in BOUNDS:
+        for loss_type in ("sigmoid", "ipo"):
+            for reference in ("model", "lora"):
+                arguments = {"loss_type": [loss_type]}
+                runs.append(Run("dpo", dtype, 10, reference, arguments=arguments))
+        arguments = {"loss_type": ["sigmoid"], "precompute_ref_log_probs": True}
+        runs.append(Run("dpo", dtype, 10, arguments=arguments))
+        runs.append(Run("kto", dtype, 10, "model"))
+        runs.append(Run("kto", dtype, 10, "lora"))
+        runs.append(Run("grpo", dtype, 10, arguments={**PAIRED, "beta": 0.0}))
+    check(*MESHES[mesh], str(tmp_path), runs)
+
+
+@pytest.mark.slow
+def test_a_rank_without_completion_tokens_has_the_numbers_of_one_process(tmp_path):
+    runs = [
+        Run("dpo", dtype, 10, "model", at_border, 1, "ring", arguments={"loss_type": ["ipo"]})
+        for dtype in BOUNDS
+    ]
+    for batches in check(3, 1, str(tmp_path), runs):
+        counts = [[labelled for labelled, _ in rank] for rank in batches]
+        assert set(counts[0]) == {0}
+        assert set(counts[2]) == {1}
+
+
+@pytest.mark.slow
+def test_every_loss_type_and_option_has_the_numbers_of_one_process(tmp_path):
+    runs = []
+    for loss_type in LOSS_TYPES:
+        smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
+        arguments = {"loss_type": [loss_type], "label_smoothing": smoothing}
+        runs.append(Run("dpo", reference="model", arguments=arguments))
+    for arguments in (
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        {"use_weighting": True, "ld_alpha": 0.5},
+        {"f_divergence_type": "js_divergence", "gradient_accumulation_steps": 2},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "padding_free": True},
+    ):
+        runs.append(Run("dpo", reference="model", arguments=arguments))
+    runs.append(Run("kto", reference="path", arguments={"loss_type": "apo_zero_unpaired"}))
+    runs.append(Run("kto", arguments={"precompute_ref_log_probs": True}))
+    check(3, 1, str(tmp_path), runs)
+
+
+@pytest.mark.slow
+def test_completions_that_are_given_have_the_numbers_of_one_process(tmp_path):
+    """Also those of one prompt on two groups, and numbers that TRL takes over all processes."""
+    normalized = {"num_generations": 4, "normalize_advantages": True}
+    by_batch = {"scale_rewards": "batch", "top_entropy_quantile": 0.5, "num_iterations": 2}
+    runs = [
+        Run("grpo", steps=4, reference="lora", arguments={"num_generations": 4, **by_batch}),
+        Run("grpo", reference="path", arguments={**WITH_KL, "loss_type": "grpo"}),
+        Run("grpo", FLOAT32, reference="lora", arguments=WITH_KL),
+        Run("rloo", reference="lora", arguments=WITH_KL),
+        Run(
+            "rloo", reference="path", arguments={"num_generations": 4, "normalize_advantages": True}
+        ),
+        Run("rloo", FLOAT32, reference="lora", arguments=WITH_KL),
+    ]
+    check(4, 2, str(tmp_path), runs)
+
+
+@pytest.mark.slow
+def test_evaluations_have_the_numbers_of_one_process(tmp_path):
+    arguments = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    runs = [Run(kind, reference="lora", arguments=arguments) for kind in ("dpo", "kto")]
+    for mine, expected, _ in compared(2, 1, str(tmp_path), runs):
+        assert max(errors(mine, expected).values()) < 1e-10
+        assert sum("eval_loss" in entry for entry in mine) == 3
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_mistakes_are_seen(ranks, tmp_path):
+    runs = [Run("dpo", reference="model", mistake=mistake) for mistake in MISTAKES]
+    for each, (mine, expected, _) in zip(
+        runs, compared(ranks, 1, str(tmp_path), runs), strict=True
+    ):
+        wrong = errors(mine, expected)
+        assert wrong["loss"] > 1e-3, each.mistake
+        assert wrong["grad_norm"] > 1e-3, each.mistake

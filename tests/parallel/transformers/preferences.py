@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import wraps
 from importlib import import_module
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -224,7 +223,7 @@ class Run(NamedTuple):
     method: str = "exchange"
     mistake: str | None = None
     """A deliberate error of mistakes.MISTAKES."""
-    arguments: Mapping = MappingProxyType({})
+    arguments: Mapping | tuple = ()
 
 
 KINDS = {
@@ -298,7 +297,7 @@ def run(each, folder, groups, world_size):
     else:
         given["context_parallel_size"] = world_size // groups
         given["context_parallel_method"] = each.method
-    given["args"] = arguments(config, folder, samples, each.steps, **each.arguments)
+    given["args"] = arguments(config, folder, samples, each.steps, **dict(each.arguments))
 
     torch.set_default_dtype(each.dtype)  # of TRL's empty tensors, which no mode reaches
     try:

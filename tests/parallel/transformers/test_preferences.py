@@ -139,9 +139,7 @@ def test_completions_that_are_given_have_the_numbers_of_one_process(tmp_path):
         Run("grpo", reference="path", arguments={**WITH_KL, "loss_type": "grpo"}),
         Run("grpo", FLOAT32, reference="lora", arguments=WITH_KL),
         Run("rloo", reference="lora", arguments=WITH_KL),
-        Run(
-            "rloo", reference="path", arguments={"num_generations": 4, "normalize_advantages": True}
-        ),
+        Run("rloo", reference="path", arguments=normalized),
         Run("rloo", FLOAT32, reference="lora", arguments=WITH_KL),
     ]
     check(4, 2, str(tmp_path), runs)

@@ -36,6 +36,15 @@ REFUSED_BY_ALL = {
 """Trainer arguments that are refused unless they have the value given here, with the reason."""
 
 
+SCORING = ("_precompute_ref_logps", "_get_per_token_logps_and_entropies")
+"""Methods of TRL's trainers whose losses need log-probabilities of whole completions."""
+
+
+def scores_rows(trainer: type) -> bool:
+    """Return True for a class of TRL's DPO, KTO, GRPO or RLOO trainers."""
+    return any(hasattr(trainer, name) for name in SCORING)
+
+
 class GroupTrainer(Base):
     """A mixin whose groups of consecutive ranks load the same batches.
 
@@ -158,3 +167,7 @@ class GroupTrainer(Base):
                 "trainer prepare the model"
             )
         return super().training_step(model, *args, **others)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return this rank's share of the batch's FLOPs; transformers sums it over the ranks."""
+        return int(super().floating_point_ops(inputs)) // self.get_cp_size()

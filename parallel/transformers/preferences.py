@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer
+from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, scores_rows
 from parallel.transformers.shard import Sharded
 from runtime.errors import UserError
 
@@ -40,6 +40,10 @@ REFUSED = {
     "use_vllm": (
         False,
         "every rank would get other completions; set it to False, or give them by rollout_func",
+    ),
+    "use_transformers_continuous_batching": (
+        False,
+        "it replaces the model's attention while it generates; set it to False",
     ),
     **REFUSED_BY_ALL,
 }
@@ -99,6 +103,18 @@ class GroupAccelerator:
         return gather(self, input_data, use_gather_object)
 
 
+def _check_seam() -> None:
+    """Raise UserError if TRL is too old to ask models for log-probabilities."""
+    import trl
+    from trl.trainer import utils
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        raise UserError(
+            f"TRL {trl.__version__} asks models for logits, which no rank has for whole rows; "
+            "install TRL 1.16 or later"
+        )
+
+
 class ContextParallelPreferenceTrainer(GroupTrainer):
     """A mixin to list before TRL's DPO, KTO, GRPO or RLOO trainer that splits every row.
 
@@ -124,6 +140,13 @@ class ContextParallelPreferenceTrainer(GroupTrainer):
     reference_parallel: Sharded | None = None
 
     def __init__(self, *args: Any, **others: Any) -> None:
+        base = type(self).__mro__[type(self).__mro__.index(ContextParallelPreferenceTrainer) + 2]
+        if not scores_rows(base):
+            raise UserError(
+                f"{base.__name__} is none of TRL's DPO, KTO, GRPO and RLOO trainers; list "
+                "ContextParallelTrainer before it"
+            )
+        _check_seam()
         super().__init__(*args, **others)
         self._share_rows()
         if hasattr(self, "num_generations"):
@@ -135,6 +158,7 @@ class ContextParallelPreferenceTrainer(GroupTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Show each group as one process to TRL."""
         super().create_accelerator_and_postprocess()
+        self._check_arguments(REFUSED)
         size = self.get_cp_size()
         self.accelerator: Any = GroupAccelerator(self.accelerator, size)
         self.gather_function = self.accelerator.gather_for_metrics

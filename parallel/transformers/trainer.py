@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.loss import cross_entropy_sum
 from parallel.transformers.batch import IGNORED, pack
-from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer
+from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, scores_rows
 from runtime.errors import UserError
 
 OTHER_LOSS = (
@@ -71,6 +71,11 @@ class ContextParallelTrainer(GroupTrainer):
     loss_is_scaled_for_ga: Any = True
 
     def __init__(self, *args: Any, **others: Any) -> None:
+        if scores_rows(type(self)):
+            raise UserError(
+                f"{type(self).__name__} needs log-probabilities of whole rows; list "
+                "ContextParallelPreferenceTrainer before TRL's trainer"
+            )
         super().__init__(*args, **others)
         self._check_arguments(REFUSED)
         self.context_parallel = self._shard(self.model)
@@ -167,10 +172,6 @@ class ContextParallelTrainer(GroupTrainer):
         loss_sum, tokens = self._eval_sums.tolist()
         output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(tokens, 1)
         return output
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return this rank's share of the batch's FLOPs; transformers sums it over the ranks."""
-        return int(super().floating_point_ops(inputs)) // self.get_cp_size()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count the tokens of a group once instead of once per rank."""

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from functools import wraps
 from importlib import import_module
 from typing import NamedTuple
@@ -60,17 +60,21 @@ def pairs(count, folder):
 def on_disk(rows, folder):
     """The rows as a dataset whose file all ranks read, so that they share what TRL caches."""
     path = f"{folder}/rows.json"
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         Dataset.from_list(rows).to_json(path)
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     return load_dataset("json", data_files=path, split="train", cache_dir=f"{folder}/cache")
 
 
 def at_border(count, folder):
-    """Answers of one token, all rows of one length: two ranks are cut where an answer ends."""
+    """Answers of two tokens, all rows of one length: two ranks are cut where an answer ends."""
     rows = []
     for i in range(count):
-        rows.append({"prompt": f"u {words(i, 15)} a ", "chosen": "", "rejected": NUMBERS[i % 10]})
+        prompt = f"u {words(i, 15)} a "
+        rows.append(
+            {"prompt": prompt, "chosen": NUMBERS[(i + 5) % 10], "rejected": NUMBERS[i % 10]}
+        )
     return on_disk(rows, folder)
 
 
@@ -112,6 +116,10 @@ class LongRLOO(ContextParallelPreferenceTrainer, GivenRLOO):
     """TRL's trainer over ranks, with given completions."""
 
 
+class LongGeneratingRLOO(ContextParallelPreferenceTrainer, RLOOTrainer):
+    """TRL's trainer over ranks."""
+
+
 def prompts(count, folder):
     """Prompts alone, long and short."""
     rows = [{"prompt": f"u {words(i, (3, 4, 17, 9)[i % 4])} a"} for i in range(count)]
@@ -131,6 +139,14 @@ def given_completions(prompts, trainer):
         completion = [6 + (sum(prompt) * (number + 1) + i * i) % 10 for i in range(length)]
         completions.append([*completion, 1])
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def other_completions(prompts, trainer):
+    """Completions that differ between ranks."""
+    output = given_completions(prompts, trainer)
+    for completion in output["completion_ids"]:
+        completion.insert(0, 6 + dist.get_rank())
+    return output
 
 
 def reward(completions, **others):
@@ -223,6 +239,10 @@ class Run(NamedTuple):
     method: str = "exchange"
     mistake: str | None = None
     """A deliberate error of mistakes.MISTAKES."""
+    generates: bool = False
+    """Completions are generated instead of given."""
+    differs: bool = False
+    """Each rank gets other completions."""
     arguments: Mapping | tuple = ()
 
 
@@ -271,6 +291,8 @@ def recorded():
 def run(each, folder, groups, world_size):
     """Train, and return what was logged."""
     base, long, config, rows = KINDS[each.kind]
+    if each.kind == "rloo" and each.generates:
+        base, long = RLOOTrainer, LongGeneratingRLOO
     given = {"model": made_model().to(each.dtype), "processing_class": tokenizer()}
     if each.reference == "model":
         given["ref_model"] = made_model().to(each.dtype)
@@ -285,8 +307,8 @@ def run(each, folder, groups, world_size):
         given["model"].config._name_or_path = model_on_disk(folder)
     if each.kind in ("grpo", "rloo"):
         given["reward_funcs"] = [reward]
-    if each.kind == "grpo":
-        given["rollout_func"] = given_completions
+    if each.kind == "grpo" and not each.generates:
+        given["rollout_func"] = other_completions if each.differs else given_completions
 
     given["train_dataset"] = (each.data or rows)(40, folder)
     if "eval_strategy" in each.arguments:
@@ -309,6 +331,29 @@ def run(each, folder, groups, world_size):
     finally:
         torch.set_default_dtype(torch.float32)
     return history(trainer)
+
+
+def prepared(kind, folder, others):
+    """A trainer of one process by our mixin, from arguments for it or for its configuration."""
+    _, long, config, rows = KINDS[kind]
+    given = {"model": made_model(), "processing_class": tokenizer(), "context_parallel_size": 1}
+    for_config = {}
+    for name, value in others.items():
+        target = for_config if name in config.__dataclass_fields__ else given
+        target[name] = value
+    if kind in ("dpo", "kto"):
+        given["ref_model"] = deepcopy(given["model"])
+    if kind == "grpo":
+        given["reward_funcs"] = [reward]
+        given["rollout_func"] = given_completions
+        for_config["num_generations"] = 2
+
+    # TRL itself checks this number, but for all processes.
+    completions = for_config.pop("generation_batch_size", None)
+    args = arguments(config, folder, PAIRS, 1, **for_config)
+    if completions is not None:
+        args.generation_batch_size = completions
+    return long(**given, args=args, train_dataset=rows(8, folder))
 
 
 def errors(mine, expected):

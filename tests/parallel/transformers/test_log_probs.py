@@ -206,6 +206,36 @@ def test_mistakes_are_seen():
     assert min(run_ranks(mistaken, 2)[0]) > 1e-2
 
 
+def with_dropout(rank, world_size):
+    """Whether a rank's masks differ from the others', and whether its next numbers are equal."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(model_of("Llama", world_size, torch.float32), config)
+    cp = shard(model, dist.group.WORLD)
+    drawn = []
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Dropout) and layer.p == 0.5:
+            layer.register_forward_hook(lambda module, x, out: drawn.append((out == 0)[0, :5]))
+    ids = torch.full((1, 20), 7)
+    first, second = (cp.log_probs(model, ids).log_probs.detach() for _ in range(2))
+    assert not torch.equal(first, second)
+
+    def equal(x):
+        others = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(others, x.contiguous())
+        return all(torch.equal(other, others[0]) for other in others)
+
+    masks = torch.cat([x.flatten() for x in drawn]).byte()
+    return equal(masks), equal(torch.rand(9)), equal(first)
+
+
+def test_ranks_drop_other_tokens_and_draw_the_same_numbers_afterwards():
+    pytest.importorskip("peft")
+    assert run_ranks(with_dropout, 2) == [(False, True, True)] * 2
+
+
 def test_packed_documents_are_scored_as_rows():
     """In one process: documents of one row, by their lengths, have the scores of separate rows."""
     with Float64Mode():

@@ -6,13 +6,15 @@ All numbers that TRL logs are compared: losses, rewards, margins, norms of gradi
 import pytest
 import torch
 
+from parallel.transformers import ContextParallelPreferenceTrainer, ContextParallelTrainer
+from runtime.errors import UserError
 from runtime.ranks import run_ranks
 
 pytest.importorskip("trl", reason="the extra dev has it")
 pytest.importorskip("peft", reason="the extra dev has it")
 
 from tests.parallel.transformers.mistakes import MISTAKES
-from tests.parallel.transformers.preferences import Run, at_border, errors, trained
+from tests.parallel.transformers.preferences import Run, at_border, errors, prepared, trained
 
 FLOAT32 = torch.float32
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -69,16 +71,13 @@ def check(world_size, groups, folder, runs):
 def test_two_ranks_have_the_numbers_of_one_process(tmp_path):
     runs = [
         Run("dpo", reference="model", data=at_border, samples=1, method="ring"),
-        Run("kto", reference="lora"),
-        Run(
-            "grpo",
-            arguments={**PAIRED, "beta": 0.1, "gradient_checkpointing": True},
-            reference="lora",
-        ),
+        Run("kto", reference="model"),
+        Run("grpo", reference="lora", arguments=WITH_KL),
+        Run("dpo", FLOAT32, reference="lora", arguments={"gradient_checkpointing": True}),
     ]
     border, *_ = check(2, 1, str(tmp_path), runs)
     assert all(ends for _, ends in border[0])  # the chosen answer ends where the ranks are cut
-    assert {labelled for labelled, _ in border[0]} == {1}
+    assert {labelled for labelled, _ in border[0]} == {2}
 
 
 @pytest.mark.slow
@@ -107,7 +106,7 @@ def test_a_rank_without_completion_tokens_has_the_numbers_of_one_process(tmp_pat
     for batches in check(3, 1, str(tmp_path), runs):
         counts = [[labelled for labelled, _ in rank] for rank in batches]
         assert set(counts[0]) == {0}
-        assert set(counts[2]) == {1}
+        assert set(counts[2]) == {2}
 
 
 @pytest.mark.slow
@@ -152,6 +151,71 @@ def test_evaluations_have_the_numbers_of_one_process(tmp_path):
     for mine, expected, _ in compared(2, 1, str(tmp_path), runs):
         assert max(errors(mine, expected).values()) < 1e-10
         assert sum("eval_loss" in entry for entry in mine) == 3
+
+
+@pytest.mark.slow
+def test_completions_that_are_generated_have_the_numbers_of_one_process(tmp_path):
+    """Every rank generates by itself, with the random numbers of one process."""
+    arguments = {**WITH_KL, "max_completion_length": 6}
+    runs = [
+        Run("grpo", FLOAT32, 3, "lora", generates=True, arguments=arguments),
+        Run("rloo", FLOAT32, 3, "lora", generates=True, arguments=arguments),
+    ]
+    check(2, 1, str(tmp_path), runs)
+
+
+def refused(rank, world_size, folder):
+    """The message about completions that differ between the ranks of a group."""
+    runs = [Run("grpo", FLOAT32, 1, differs=True, arguments=PAIRED)]
+    with pytest.raises(UserError) as error:
+        trained(rank, world_size, folder, 1, runs)
+    return str(error.value)
+
+
+def test_completions_that_differ_between_ranks_are_refused(tmp_path):
+    messages = run_ranks(refused, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("input_ids, labels differ between the group's rank 0 and its")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "arguments"),
+    [
+        ("dpo", "use_liger_kernel is True", {"use_liger_kernel": True}),
+        ("dpo", "context_parallel_size is 2; give a divisor", {"context_parallel_size": 2}),
+        ("kto", "compute_metrics is <.*>, but a rank has only", {"compute_metrics": print}),
+        ("grpo", "use_vllm is True, but every rank would get", {"use_vllm": True}),
+        ("grpo", "num_generations is 2, but the groups generate 3", {"generation_batch_size": 3}),
+    ],
+)
+def test_settings_that_ranks_cannot_have_are_refused(kind, message, arguments, tmp_path):
+    with pytest.raises(UserError, match=f"^{message}"):
+        prepared(kind, str(tmp_path), arguments)
+
+
+def test_a_router_whose_loss_needs_all_tokens_is_refused(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_experts=2, num_attention_heads=2
+    )
+    with pytest.raises(UserError, match=r"^aux_loss_enabled is True, .* set router_aux_loss_coef"):
+        prepared("dpo", str(tmp_path), {"model": Qwen3MoeForCausalLM(config)})
+
+
+def test_each_mixin_names_the_other():
+    from trl import DPOTrainer, SFTTrainer
+
+    class WrongSFT(ContextParallelPreferenceTrainer, SFTTrainer):
+        pass
+
+    class WrongDPO(ContextParallelTrainer, DPOTrainer):
+        pass
+
+    with pytest.raises(UserError, match=r"SFTTrainer is none of .*; list ContextParallelTrainer"):
+        WrongSFT()
+    with pytest.raises(UserError, match=r"needs .* list ContextParallelPreferenceTrainer"):
+        WrongDPO()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -4,7 +4,7 @@ A group consists of consecutive ranks. Each group loads its own batches, as a si
 and each of its ranks computes a part of every sequence.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,9 +40,9 @@ SCORING = ("_precompute_ref_logps", "_get_per_token_logps_and_entropies")
 """Methods of TRL's trainers whose losses need log-probabilities of whole completions."""
 
 
-def scores_rows(trainer: type) -> bool:
-    """Return True for a class of TRL's DPO, KTO, GRPO or RLOO trainers."""
-    return any(hasattr(trainer, name) for name in SCORING)
+def scores_rows(classes: Sequence[type]) -> bool:
+    """Return True if one of the classes is a DPO, KTO, GRPO or RLOO trainer of TRL."""
+    return any(name in vars(kind) for kind in classes for name in SCORING)
 
 
 class GroupTrainer(Base):

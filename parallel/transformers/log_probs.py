@@ -228,7 +228,9 @@ def rows_of_call(kwargs: Mapping[str, Any], positions: Positions) -> dict[str, A
             "documents besides: leave out the others, and use no prompt-learning adapter"
         )
 
-    arguments = {name: kwargs.get(name) for name in (*ROWS, "labels", "documents")}
+    arguments: dict[str, Any] = {}
+    for name in (*ROWS, "labels", "documents"):
+        arguments[name] = kwargs.get(name)
     if arguments["position_ids"] is None and arguments["documents"] is None:
         input_ids = arguments["input_ids"]
         if positions == FROM_ZERO and arguments["attention_mask"] is not None:

@@ -136,15 +136,17 @@ class ContextParallelPreferenceTrainer(GroupTrainer):
     Raises UserError if an argument would change the loss, or the ranks cannot compute a layer.
     """
 
-    context_parallel: Sharded | None = None
+    args: Any
+    accelerator: Any
+    context_parallel: Any = None
     reference_parallel: Sharded | None = None
 
     def __init__(self, *args: Any, **others: Any) -> None:
-        base = type(self).__mro__[type(self).__mro__.index(ContextParallelPreferenceTrainer) + 2]
-        if not scores_rows(base):
+        kinds = type(self).__mro__
+        if not scores_rows(kinds[kinds.index(ContextParallelPreferenceTrainer) + 1 :]):
             raise UserError(
-                f"{base.__name__} is none of TRL's DPO, KTO, GRPO and RLOO trainers; list "
-                "ContextParallelTrainer before it"
+                f"{type(self).__name__} is none of TRL's DPO, KTO, GRPO and RLOO trainers; list "
+                "ContextParallelTrainer before other trainers"
             )
         _check_seam()
         super().__init__(*args, **others)
@@ -160,7 +162,7 @@ class ContextParallelPreferenceTrainer(GroupTrainer):
         super().create_accelerator_and_postprocess()
         self._check_arguments(REFUSED)
         size = self.get_cp_size()
-        self.accelerator: Any = GroupAccelerator(self.accelerator, size)
+        self.accelerator = GroupAccelerator(self.accelerator, size)
         self.gather_function = self.accelerator.gather_for_metrics
         if hasattr(self.args, "generation_batch_size"):
             self._set_generation_batch(size)

@@ -71,7 +71,7 @@ class ContextParallelTrainer(GroupTrainer):
     loss_is_scaled_for_ga: Any = True
 
     def __init__(self, *args: Any, **others: Any) -> None:
-        if scores_rows(type(self)):
+        if scores_rows(type(self).__mro__):
             raise UserError(
                 f"{type(self).__name__} needs log-probabilities of whole rows; list "
                 "ContextParallelPreferenceTrainer before TRL's trainer"

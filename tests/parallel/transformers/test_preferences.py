@@ -212,7 +212,7 @@ def test_each_mixin_names_the_other():
     class WrongDPO(ContextParallelTrainer, DPOTrainer):
         pass
 
-    with pytest.raises(UserError, match=r"SFTTrainer is none of .*; list ContextParallelTrainer"):
+    with pytest.raises(UserError, match=r"WrongSFT is none of .*; list ContextParallelTrainer"):
         WrongSFT()
     with pytest.raises(UserError, match=r"needs .* list ContextParallelPreferenceTrainer"):
         WrongDPO()

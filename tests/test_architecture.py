@@ -74,7 +74,7 @@ NODES = {
     "entry": 340,
     "model": 44870,
     "kernels": 46640,
-    "parallel": 85860,
+    "parallel": 89100,
     "data": 51920,
     "train": 70620,
     "planner": 45870,
@@ -83,8 +83,8 @@ NODES = {
     "tools": 64720,
     "papers": 19290,
     "bench": 18790,
-    "docs": 1490,
-    "tests": 417850,
+    "docs": 1680,
+    "tests": 424740,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1480
+MOST_LINES_OF_RESULTS = 1481
 
 
 def row_of(names):

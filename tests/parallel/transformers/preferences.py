@@ -213,7 +213,7 @@ def model_on_disk(folder):
 
 
 def history(trainer):
-    """What the trainer logged, without times."""
+    """Everything that the trainer logged, without times."""
     entries = []
     for entry in trainer.state.log_history:
         numbers = {}
@@ -293,38 +293,40 @@ def run(each, folder, groups, world_size):
     base, long, config, rows = KINDS[each.kind]
     if each.kind == "rloo" and each.generates:
         base, long = RLOOTrainer, LongGeneratingRLOO
-    given = {"model": made_model().to(each.dtype), "processing_class": tokenizer()}
+    settings = {"model": made_model().to(each.dtype), "processing_class": tokenizer()}
     if each.reference == "model":
-        given["ref_model"] = made_model().to(each.dtype)
+        settings["ref_model"] = made_model().to(each.dtype)
         with torch.no_grad():
-            for x in given["ref_model"].parameters():
+            for x in settings["ref_model"].parameters():
                 x.mul_(1.1)
     if each.reference == "lora":
         from peft import LoraConfig
 
-        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        settings["peft_config"] = LoraConfig(
+            r=4, target_modules="all-linear", init_lora_weights=False
+        )
     if each.reference == "path":  # TRL loads the reference from where the model was
-        given["model"].config._name_or_path = model_on_disk(folder)
+        settings["model"].config._name_or_path = model_on_disk(folder)
     if each.kind in ("grpo", "rloo"):
-        given["reward_funcs"] = [reward]
+        settings["reward_funcs"] = [reward]
     if each.kind == "grpo" and not each.generates:
-        given["rollout_func"] = other_completions if each.differs else given_completions
+        settings["rollout_func"] = other_completions if each.differs else given_completions
 
-    given["train_dataset"] = (each.data or rows)(40, folder)
+    settings["train_dataset"] = (each.data or rows)(40, folder)
     if "eval_strategy" in each.arguments:
-        given["eval_dataset"] = given["train_dataset"].select(range(7))
+        settings["eval_dataset"] = settings["train_dataset"].select(range(7))
     samples = each.samples
     if world_size == 1:
         samples *= groups
     else:
-        given["context_parallel_size"] = world_size // groups
-        given["context_parallel_method"] = each.method
-    given["args"] = arguments(config, folder, samples, each.steps, **dict(each.arguments))
+        settings["context_parallel_size"] = world_size // groups
+        settings["context_parallel_method"] = each.method
+    settings["args"] = arguments(config, folder, samples, each.steps, **dict(each.arguments))
 
     torch.set_default_dtype(each.dtype)  # of TRL's empty tensors, which no mode reaches
     try:
         with Float64Mode() if each.dtype == torch.float64 else nullcontext():
-            trainer = (base if world_size == 1 else long)(**given)
+            trainer = (base if world_size == 1 else long)(**settings)
             shrink_adapters(trainer.model)
             if each.dtype == torch.float64:  # adapters
                 trainer.model.double()
@@ -337,16 +339,16 @@ def run(each, folder, groups, world_size):
 def prepared(kind, folder, others):
     """A trainer of one process by our mixin, from arguments for it or for its configuration."""
     _, long, config, rows = KINDS[kind]
-    given = {"model": made_model(), "processing_class": tokenizer(), "context_parallel_size": 1}
+    settings = {"model": made_model(), "processing_class": tokenizer(), "context_parallel_size": 1}
     for_config = {}
     for name, value in others.items():
-        target = for_config if name in config.__dataclass_fields__ else given
+        target = for_config if name in config.__dataclass_fields__ else settings
         target[name] = value
     if kind in ("dpo", "kto"):
-        given["ref_model"] = deepcopy(given["model"])
+        settings["ref_model"] = deepcopy(settings["model"])
     if kind == "grpo":
-        given["reward_funcs"] = [reward]
-        given["rollout_func"] = given_completions
+        settings["reward_funcs"] = [reward]
+        settings["rollout_func"] = given_completions
         for_config["num_generations"] = 2
 
     # TRL itself checks this number, but for all processes.
@@ -354,7 +356,7 @@ def prepared(kind, folder, others):
     args = arguments(config, folder, PAIRS, 1, **for_config)
     if completions is not None:
         args.generation_batch_size = completions
-    return long(**given, args=args, train_dataset=rows(8, folder))
+    return long(**settings, args=args, train_dataset=rows(8, folder))
 
 
 def shrink_adapters(model):

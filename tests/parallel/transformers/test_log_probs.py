@@ -101,8 +101,8 @@ def summed_per_rank(model, cp):
     batch = cp.batch(ids, labels, attention_mask=mask)
     logits = model(**batch.inputs).logits.log_softmax(-1)
     chosen = logits.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
-    own = {"log_probs": chosen.masked_fill(batch.labels == IGNORED, 0)}
-    whole = gather_scores(own, batch)["log_probs"]
+    scores = {"log_probs": chosen.masked_fill(batch.labels == IGNORED, 0)}
+    whole = gather_scores(scores, batch)["log_probs"]
     local = torch.zeros_like(batch.whole.is_token, dtype=whole.dtype)
     is_mine = torch.zeros(batch.whole.cu_seqlens[-1], dtype=whole.dtype)
     positions = batch.context.positions
@@ -207,7 +207,7 @@ def test_mistakes_are_seen():
 
 
 def with_dropout(rank, world_size):
-    """Whether a rank's masks differ from the others', and whether its next numbers are equal."""
+    """Compare masks, the next random numbers and log-probabilities between ranks."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kernels.loss import LOSS_CHUNK
@@ -72,6 +73,17 @@ def in_ddp(model, cp):
     loss = loss_of(*scores)
     loss.backward()
     return [*scores, loss, *(x.grad for x in model.parameters())]
+
+
+def fully_sharded(model, cp):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids, labels, mask = rows()
+    scores = cp.log_probs(model, ids, labels, attention_mask=mask)
+    loss = loss_of(*scores)
+    loss.backward()
+    return [*scores, loss, *(x.grad.full_tensor() for x in model.parameters())]
 
 
 def checkpointed(model, cp):
@@ -170,6 +182,7 @@ CELLS = {
         (in_chunks, "Qwen3", "zigzag", torch.float64),
         (in_ddp, "Gemma3", "exchange", torch.float64),
         (checkpointed, "Llama", "ulysses", torch.float64),
+        (fully_sharded, "Llama", "exchange", torch.float64),
         (in_chunks, "Qwen3", "zigzag", torch.float32),
     ),
     3: (

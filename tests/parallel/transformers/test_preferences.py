@@ -15,6 +15,7 @@ pytest.importorskip("peft", reason="the extra dev has it")
 
 from tests.parallel.transformers.mistakes import MISTAKES
 from tests.parallel.transformers.preferences import Run, at_border, errors, prepared, trained
+from tests.parallel.transformers.test_trainer import fsdp_on_cpus
 
 FLOAT32 = torch.float32
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -142,6 +143,27 @@ def test_completions_that_are_given_have_the_numbers_of_one_process(tmp_path):
         Run("rloo", FLOAT32, reference="lora", arguments=WITH_KL),
     ]
     check(4, 2, str(tmp_path), runs)
+
+
+def with_fsdp(rank, world_size, folder, groups, runs):
+    """The histories of runs under FSDP2, which accelerate leaves out on a CPU."""
+    fsdp_on_cpus()
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    sharded = [each._replace(arguments={**dict(each.arguments), **fsdp}) for each in runs]
+    return trained(rank, world_size, folder, groups, sharded)
+
+
+@pytest.mark.slow
+def test_fsdp_has_the_numbers_of_one_process(tmp_path):
+    runs = [
+        Run("dpo", FLOAT32, 3, "model"),
+        Run("dpo", FLOAT32, 3, "lora"),
+        Run("kto", FLOAT32, 3, "model"),
+    ]
+    expected = run_ranks(trained, 1, f"{tmp_path}/one", 1, runs)[0]
+    mine = run_ranks(with_fsdp, 2, f"{tmp_path}/ranks", 1, runs)[0]
+    for each, (history, _), (truth, _) in zip(runs, mine, expected, strict=True):
+        assert max(errors(history, truth).values()) < BOUNDS[FLOAT32], each
 
 
 @pytest.mark.slow

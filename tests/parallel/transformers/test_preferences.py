@@ -242,7 +242,10 @@ def test_each_mixin_names_the_other():
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_mistakes_are_seen(ranks, tmp_path):
-    runs = [Run("dpo", reference="model", mistake=mistake) for mistake in MISTAKES]
+    arguments = {"beta": 0.5, "learning_rate": 5e-2}
+    runs = []
+    for mistake in MISTAKES:
+        runs.append(Run("dpo", reference="model", mistake=mistake, arguments=arguments))
     for each, (mine, expected, _) in zip(
         runs, compared(ranks, 1, str(tmp_path), runs), strict=True
     ):

@@ -74,7 +74,7 @@ NODES = {
     "entry": 340,
     "model": 44870,
     "kernels": 46640,
-    "parallel": 87620,
+    "parallel": 90860,
     "data": 51920,
     "train": 71210,
     "planner": 47460,
@@ -83,8 +83,8 @@ NODES = {
     "tools": 64810,
     "papers": 18900,
     "bench": 21400,
-    "docs": 1490,
-    "tests": 427260,
+    "docs": 1680,
+    "tests": 434490,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1515
+MOST_LINES_OF_RESULTS = 1516
 
 
 def row_of(names):

@@ -7,7 +7,17 @@ loss = cp.loss(model(**batch.inputs), batch)  # the same number on every rank
 
 from parallel.comparison import Report
 from parallel.transformers.batch import Batch
+from parallel.transformers.log_probs import LogProbs
+from parallel.transformers.preferences import ContextParallelPreferenceTrainer
 from parallel.transformers.shard import Sharded, shard
 from parallel.transformers.trainer import ContextParallelTrainer
 
-__all__ = ["Batch", "ContextParallelTrainer", "Report", "Sharded", "shard"]
+__all__ = [
+    "Batch",
+    "ContextParallelPreferenceTrainer",
+    "ContextParallelTrainer",
+    "LogProbs",
+    "Report",
+    "Sharded",
+    "shard",
+]

@@ -12,6 +12,8 @@ a checkpoint restores the local streams too.
 Shapes: a batch of B rows of T tokens, of which n are this rank's; embeddings have D channels.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -99,6 +101,15 @@ class Draws:
             model.register_forward_pre_hook(self._begin, with_kwargs=True)
             model.register_forward_hook(self._end, always_call=True)
             self._hooked = True
+
+    @contextmanager
+    def running(self, model: nn.Module, context: ContextParallel) -> Iterator[None]:
+        """Give each rank its own stream until the block ends, for a forward in parts."""
+        self._begin(model, (), {CONTEXT: context})
+        try:
+            yield
+        finally:
+            self._end(model, (), None)
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> None:

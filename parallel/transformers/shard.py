@@ -20,6 +20,18 @@ from parallel.transformers.check import compare
 from parallel.transformers.configs import attentions, configs, restore, separate, set_attentions
 from parallel.transformers.draws import Draws
 from parallel.transformers.layers import CONTEXT, NAME, install
+from parallel.transformers.log_probs import (
+    SEAM,
+    Forward,
+    LogProbs,
+    causal_model,
+    gather_output,
+    gather_scores,
+    install_seam,
+    rows_of_call,
+    score_by_trl,
+    score_in_chunks,
+)
 from parallel.transformers.probe import probe
 from parallel.transformers.router import RouterLoss
 from runtime.errors import UserError
@@ -64,6 +76,7 @@ class Sharded:
         self._local_attentions = attentions(model)
         self._context_of_length = lru_cache(maxsize=16)(context.over)
         self._last: Batch | None = None
+        self._has_seam = False
         first_rank = 0
         if context.group is not None:
             first_rank = min(dist.get_process_group_ranks(context.group))
@@ -154,6 +167,64 @@ class Sharded:
         """
         return self.router.loss(output, batch, self.world)
 
+    def log_probs(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        documents: Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> LogProbs:
+        """Return log-probability and entropy of each token of whole rows, on every rank.
+
+        Collective, differentiable. Every rank of the group computes the same loss from them;
+        gradients must be averaged over all ranks, as for ``loss``. No rank has the logits of all of
+        its tokens at once.
+
+        Args:
+            model: the sharded model, also if DDP, FSDP2 or peft wraps it.
+            labels: as for ``batch``; by default every token is scored.
+            input_ids, position_ids, documents, attention_mask: whole rows, as for ``batch``.
+        """
+        self._check_model(model, "log_probs")
+        if not self._has_seam:
+            self.answer_seam()
+        rows = {
+            "input_ids": input_ids,
+            "labels": input_ids if labels is None else labels,
+            "position_ids": position_ids,
+            "documents": documents,
+            "attention_mask": attention_mask,
+        }
+        scores = model(**rows, **{SEAM: True})
+        return LogProbs(scores["log_probs"], scores["entropy"])
+
+    def answer_seam(self, *, trl: bool = False) -> None:
+        """Let ``model(..., labels=..., fused_lm_head=True)`` score whole rows, on every rank.
+
+        Args:
+            trl: score each rank's tokens by TRL's ``add_fused_lm_head``, which the model must have;
+                by default by Longmesh.
+        """
+
+        def answer(causal: Any, previous: Forward, kwargs: dict[str, Any]) -> Any:
+            if self.is_paused:
+                return previous(causal, **kwargs)
+            batch = self.batch(**rows_of_call(kwargs, self._positions))
+            with self._draws.running(self.model, batch.context):
+                if trl:
+                    output = score_by_trl(causal, previous, batch)
+                else:
+                    output = score_in_chunks(causal, batch)
+            if trl:
+                return gather_output(output, batch, kwargs.get("num_items_in_batch"))
+            return gather_scores(output, batch)
+
+        install_seam(causal_model(self.model), answer)
+        self._has_seam = True
+
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Gather every rank's ``[1, n, ...]`` to ``[B, T, ...]``, 0 in padding; no gradient.
 
@@ -179,17 +250,26 @@ class Sharded:
         Raises UserError if the model is another one, paused, frozen, sharded or quantised, or too
         large for rank 0's memory; or if the batch has no labels.
         """
+        self._check_model(model, "check")
+        return compare(model, batch, self.group, self.paused, self.router)
+
+    @property
+    def is_paused(self) -> bool:
+        """True within ``paused()``."""
+        return any(config._attn_implementation != NAME for config in configs(self.model))
+
+    def _check_model(self, model: nn.Module, method: str) -> None:
+        """Raise UserError if a method is called with another model, or within paused()."""
         if self.model not in model.modules() and model not in self.model.modules():
             raise UserError(
-                "the model given to check is not the one that shard was called with, and does not "
-                "contain it; give check the sharded model"
+                f"the model given to {method} is not the one that shard was called with, and does "
+                f"not contain it; give {method} the sharded model"
             )
-        if any(config._attn_implementation != NAME for config in configs(self.model)):
+        if self.is_paused:
             raise UserError(
                 "the model uses its own attention within paused(), so the ranks do not share its "
-                "sequences; call check outside paused()"
+                f"sequences; call {method} outside paused()"
             )
-        return compare(model, batch, self.group, self.paused, self.router)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -9,23 +9,19 @@ A group consists of consecutive ranks. Each group loads its own batches, as a si
 and each of its ranks computes a part of every sequence.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from kernels.loss import cross_entropy_sum
 from parallel.transformers.batch import IGNORED, pack
+from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, scores_rows
 from parallel.transformers.router import real_tokens, trainer_coefficient
-from parallel.transformers.shard import shard
 from runtime.errors import UserError
 
-Base: Any = object
-"""Base class for type checkers: it stands for transformers' trainer, which is not imported here."""
 OTHER_LOSS = (
     "the loss here is always the mean cross entropy of all tokens with a label; use the default"
 )
@@ -34,25 +30,12 @@ REFUSED = {
     "loss_type": ("nll", OTHER_LOSS),
     "compute_loss_func": (None, OTHER_LOSS),
     "average_tokens_across_devices": (True, OTHER_LOSS),
-    "use_liger_kernel": (
-        False,
-        "the loss needs logits, which its forward pass does not return; set it to False",
-    ),
     "compute_metrics": (
         None,
         "a rank has only its own tokens' logits; leave it out and evaluate the loss, or call "
         "context_parallel.gather",
     ),
-    "model_init": (
-        None,
-        "a model that the trainer creates again would not be sharded; pass model instead",
-    ),
-    "parallelism_config": (
-        None,
-        "this trainer makes its own mesh; give context_parallel_size instead, and leave other "
-        "dimensions to data parallelism",
-    ),
-    "deepspeed": (None, "gradients must be means over all processes; use DDP or FSDP2 instead"),
+    **REFUSED_BY_ALL,
 }
 """Trainer arguments that are refused unless they have the value given here, with the reason."""
 MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
@@ -70,7 +53,7 @@ missing.
 """
 
 
-class ContextParallelTrainer(Base):
+class ContextParallelTrainer(GroupTrainer):
     """A mixin to list before ``Trainer`` that splits each sequence over a group of ranks.
 
     Losses and gradients equal those of one process with the same global batch: a sum over tokens,
@@ -88,71 +71,16 @@ class ContextParallelTrainer(Base):
     """
 
     loss_is_scaled_for_ga: Any = True
-    model_wrapped: Any
 
-    def __init__(
-        self,
-        *args: Any,
-        context_parallel_size: int | None = None,
-        context_parallel_method: str = "exchange",
-        context_parallel_options: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._size = context_parallel_size
+    def __init__(self, *args: Any, **others: Any) -> None:
+        if scores_rows(type(self).__mro__):
+            raise UserError(
+                f"{type(self).__name__} needs log-probabilities of whole rows; list "
+                "ContextParallelPreferenceTrainer before TRL's trainer"
+            )
         super().__init__(*args, **others)
-        for name, (required, reason) in REFUSED.items():
-            value = getattr(self.args, name, getattr(self, name, required))
-            if value != required:
-                raise UserError(f"{name} is {value!r}, but {reason}")
-        options = context_parallel_options or {}
-        self.context_parallel = shard(
-            self.model, self._group, method=context_parallel_method, **options
-        )
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make accelerate load the same data on all ranks of a group."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        super().create_accelerator_and_postprocess()
-        world_size = self.accelerator.num_processes
-        size = world_size if self._size is None else self._size
-        self._size = size
-        if size < 1 or world_size % size:
-            raise UserError(
-                f"context_parallel_size is {size}; give a divisor of the number of processes, "
-                f"{world_size}"
-            )
-        if self.args.train_sampling_strategy == "batch_rebalance":
-            raise UserError(
-                "train_sampling_strategy batch_rebalance gives every process its own samples, but "
-                "the ranks of a group need the same; use another train_sampling_strategy"
-            )
-        if self.args.fsdp and not self.is_fsdp_enabled:
-            raise UserError(
-                "fsdp is on, but accelerate has no FSDP for these devices and would use DDP; leave "
-                "out fsdp"
-            )
-        if self.accelerator.dispatch_batches:
-            raise UserError(
-                "dispatch_batches is True and would give every process its own samples, but the "
-                "ranks of a group need the same; leave out dispatch_batches"
-            )
-
-        self.accelerator.dataloader_config.dispatch_batches = False
-        if dist.is_initialized():
-            mesh = init_device_mesh(
-                self.args.device.type,
-                (world_size // size, size),
-                mesh_dim_names=("dp_replicate", "cp"),
-            )
-            self._group = mesh["cp"].get_group()
-            # Replacing this function affects only accelerate's data loaders, which alone call it.
-            self.accelerator._prepare_device_mesh = lambda: mesh
-
-    def get_cp_size(self) -> int:
-        """Return the size of a group, which transformers uses to divide the batch size."""
-        return int(self._size or 1)
+        self._check_arguments(REFUSED)
+        self.context_parallel = self._shard(self.model)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **others: Any) -> Any:
         """Return a loader that evaluates each sample exactly once.
@@ -257,52 +185,6 @@ class ContextParallelTrainer(Base):
         router_loss = router.evaluated(self._eval_load, trainer_coefficient(self))
         output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(tokens, 1) + router_loss
         return output
-
-    @contextmanager
-    def _prepared_for_evaluation(self) -> Iterator[None]:
-        """Undo the preparation of a model that is evaluated before any training.
-
-        accelerate marks the model as prepared, but has not wrapped it in DDP. A later training
-        would trust that mark, and every process would train by itself.
-        """
-        if self.accelerator._models:  # already prepared for training, or by the caller
-            yield
-            return
-        if self.is_fsdp_enabled:
-            raise UserError(
-                "FSDP prepares a model together with its optimizer, when training begins; evaluate "
-                "after train(), or with eval_on_start=True"
-            )
-
-        model = self.model
-        attributes = dict(model.__dict__)
-        wrapped = self.model_wrapped
-        try:
-            yield
-        finally:
-            self.accelerator._models.clear()
-            self.model_wrapped = wrapped
-            for name in ("_is_accelerate_prepared", "_original_forward", "forward"):
-                if name in attributes:
-                    setattr(model, name, attributes[name])
-                else:
-                    model.__dict__.pop(name, None)
-
-    def training_step(self, model: Any, *args: Any, **others: Any) -> Any:
-        """Run one step; refuse if nothing averages gradients over the processes."""
-        single = not dist.is_initialized() or dist.get_world_size() == 1
-        averaged = isinstance(model, DistributedDataParallel) or self.is_fsdp_enabled
-        if not single and not averaged and any(x.requires_grad for x in model.parameters()):
-            raise UserError(
-                f"the model to train is a {type(model).__name__} without DDP or FSDP, since it was "
-                "prepared for evaluation only, and each process would train by itself; let the "
-                "trainer prepare the model"
-            )
-        return super().training_step(model, *args, **others)
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return this rank's share of the batch's FLOPs; transformers sums it over the ranks."""
-        return int(super().floating_point_ops(inputs)) // self.get_cp_size()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count the tokens of a group once instead of once per rank."""

@@ -119,6 +119,14 @@ def last_line(trace: str) -> str:
     return f"{exception.rpartition('.')[2]}: {message}"
 
 
+def save(folder: Path | None, result: dict[str, Any]) -> None:
+    """Write the figures and the tables to a folder, if one is given."""
+    if folder:
+        path = results_file(folder, "models", result["machine"])
+        written = write_tables(path, result, "\n".join(tables(result)) + "\n")
+        print(f"written: {written}", flush=True)
+
+
 def check_installed() -> None:
     """Raise UserError if the package to compare with is not installed."""
     if find_spec("ringmaster") is None:
@@ -150,15 +158,13 @@ def main(argv: list[str] | None = None) -> None:
                     result[part].append(row)
                     title = f"{case.family}, {case.kind}, {case.ranks} ranks, {name}"
                     print(f"{title}: {row['verdict']} {cell(row)}", flush=True)
+            save(args.results, result)
 
     if args.only in (None, "time"):
         result["time"] = run_ranks(measure, 2)[0]
 
-    text = "\n".join(tables(result)) + "\n"
-    print(text)
-    if args.results:
-        path = results_file(args.results, "models", machine)
-        print(f"written: {write_tables(path, result, text)}")
+    print("\n".join(tables(result)))
+    save(args.results, result)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ NODES = {
     "papers": 19290,
     "bench": 18790,
     "docs": 1490,
-    "tests": 424140,
+    "tests": 424240,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1480
+MOST_LINES_OF_RESULTS = 1570
 
 
 def row_of(names):

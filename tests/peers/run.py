@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from parallel.comparison import Float64Mode
 from runtime.errors import UserError
+from runtime.files import write_text
 from runtime.machine import describe, results_file
 from runtime.ranks import RankError, preload, run_ranks
 from tests.parallel.transformers.families import errors, model_of
@@ -35,7 +36,6 @@ from tests.peers.contestants import LONGMESH, STEPS, WAYS
 from tests.peers.tables import cell, tables
 from tests.peers.timing import measure
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from tools.common.report import write_tables
 
 PACKAGE = "axolotl-ringmaster"
 INSTALL = 'pip install -e ".[dev,ringmaster]" -c constraints.txt'
@@ -120,11 +120,11 @@ def last_line(trace: str) -> str:
 
 
 def save(folder: Path | None, result: dict[str, Any]) -> None:
-    """Write the figures and the tables to a folder, if one is given."""
+    """Write the tables to a folder, if one is given."""
     if folder:
-        path = results_file(folder, "models", result["machine"])
-        written = write_tables(path, result, "\n".join(tables(result)) + "\n")
-        print(f"written: {written}", flush=True)
+        path = results_file(folder, "models", result["machine"]).with_suffix(".md")
+        write_text(path, "\n".join(tables(result)) + "\n")
+        print(f"written: {path}", flush=True)
 
 
 def check_installed() -> None:
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_for("python -m tests.peers.run", __doc__)
     parser.add_argument("--only", choices=(*PARTS, "time"), help="one part (default: all)")
     parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="folder for the figures and the tables"
+        "--results", type=Path, metavar="DIR", help="folder for the tables, as in bench/results"
     )
     args = parser.parse_args(argv)
     check_installed()

@@ -1,5 +1,6 @@
 """Tables of the comparison, as Markdown."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def short(message: str) -> str:
-    """Return the beginning of a message, cut at a space, without what Markdown would read."""
+    """Return the beginning of a message, cut at a space, safe for Markdown, numbers as N."""
+    message = re.sub(r"\(\d+\)", "(N)", message)  # numbers of ranks and heads
     message = message.replace("|", "/").replace("*", "").replace("_", "\\_")
     if len(message) <= MAX_MESSAGE:
         return message

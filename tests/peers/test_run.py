@@ -75,10 +75,10 @@ def row(kind, contestant, verdict, **others):
 def test_a_cell_has_the_error_the_wrong_parts_or_the_refusal():
     right = row("one document", LONGMESH, "right")
     wrong = row("packed", LONGMESH, "wrong", loss=0.021)
-    refused = row("packed", LONGMESH, "refused", message="ValueError: needs | a mask_2d")
+    refused = row("packed", LONGMESH, "refused", message="ValueError: needs | (12) a mask_2d")
     assert tables.cell(right) == "4e-07"
     assert tables.cell(wrong) == "**wrong**: loss 2.1%"
-    assert tables.cell(refused) == "refused: needs / a mask\\_2d"
+    assert tables.cell(refused) == "refused: needs / (N) a mask\\_2d"
     assert tables.merged([right, row("packed", LONGMESH, "right", loss=9e-7)], "kind") == "9e-07"
     assert tables.merged([right, wrong], "kind") == (
         "one document: 4e-07; packed: **wrong**: loss 2.1%"

@@ -25,7 +25,7 @@ SIZES = {
 LENGTHS = {"one document": (4096,), "8 documents": (1500, 700, 96, 300, 900, 100, 450, 50)}
 """Documents of the timed sequences, in tokens."""
 METHODS = {"one document": ("ulysses", "zigzag"), "8 documents": ("ulysses", "exchange")}
-REPEATS = 5
+REPEATS = 9
 SETTLE = 1
 """Number of first steps that do not count."""
 MAX_DIFFERENCE = 1e-4

@@ -6,7 +6,7 @@
 #   BENCH   program of `make bench`: attention, linear, memory or optimizers, and with root link or link.attention
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
-#   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, dev, peers (targets that need one install it)
+#   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, dev, peers, ringmaster (targets that need one install it)
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer          PY    one that has everything, to use instead of .venv
 
 VENV   ?= .venv
@@ -40,7 +40,7 @@ sse4   = ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTI
 avx2   = ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_CPU = $(if $(CPU),$(if $(filter sse4 avx2,$(CPU)),$($(CPU)),$(error CPU is '$(CPU)'; give sse4 or avx2, or leave it out)))
 
-.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench peers papers parity chaos lasp-table rl-table gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
+.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench peers model-peers papers parity chaos lasp-table rl-table gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable .
 	@echo "$(TORCH)" > $(STAMP)
 $(VENV)/.longmesh-%: $(STAMP)
-	@$(if $(filter $*,data digits images logging video dev peers),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, video, dev, peers))echo "installing the extra $* into $(VENV)"
+	@$(if $(filter $*,data digits images logging video dev peers ringmaster),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, video, dev, peers, ringmaster))echo "installing the extra $* into $(VENV)"
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]" && touch $@
 
 pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint
@@ -88,6 +88,8 @@ bench: $(READY) ## Time the attention: every method on 2 processes, compared wit
 	$(PY) -m bench.$(BENCH) $(ARGS)
 peers: $(call extra,peers) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
 	$(PY) -m bench.peers --results bench/results $(ARGS)
+model-peers: $(call extra,dev) $(call extra,ringmaster) ## Models of transformers over 2 to 4 processes, by us and by axolotl-ringmaster, against one, into bench/results/ (20 minutes)
+	OMP_NUM_THREADS=1 $(PY) -m tests.peers.run --results bench/results $(ARGS)
 papers: $(READY) ## The papers' tables, published and predicted and, where it is cheap here, measured, into papers/results/; PAPERS="ring" chooses
 	@for paper in $(PAPERS); do $(PY) -m papers.$$paper --measure --results papers/results $(ARGS) || exit 1; done
 parity: MODULE = tests.parity.run ## A tiny LLaMA and GPT on up to 101 meshes of at most 8 processes against one, into runs/parity.md (25 minutes)
@@ -112,7 +114,7 @@ cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of 
 
 hooks: $(call extra,dev) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
-lock: $(call extra,dev) $(call extra,peers) ## Write constraints.txt from the environment
+lock: $(call extra,dev) $(call extra,peers) $(call extra,ringmaster) ## Write constraints.txt from the environment
 	@{ sed -n '/^#/p' constraints.txt; { $(PY) -m pip freeze --all --exclude-editable | \
 	     grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; grep '^torch==' constraints.txt; } | sort -f; } > constraints.tmp && mv constraints.tmp constraints.txt
 clean: ## Remove the environment and the caches; runs/ stays

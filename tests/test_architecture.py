@@ -84,7 +84,7 @@ NODES = {
     "papers": 18900,
     "bench": 21400,
     "docs": 1680,
-    "tests": 434490,
+    "tests": 440880,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1516
+MOST_LINES_OF_RESULTS = 1606
 
 
 def row_of(names):

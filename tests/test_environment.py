@@ -74,7 +74,8 @@ def test_what_training_does_without_is_an_extra_and_all_is_locked():
     ("target", "extras"),
     [
         ("dit", {"digits"}),
-        ("lock", {"dev", "peers"}),
+        ("lock", {"dev", "peers", "ringmaster"}),
+        ("model-peers", {"dev", "ringmaster"}),
     ],
 )
 def test_a_target_installs_what_it_needs(target, extras, tmp_path):

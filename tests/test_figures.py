@@ -49,6 +49,7 @@ ALLOWED = {
         "7.5": "a bound, of the test that is named",
         "6e-8": "the difference of losses that have 8 digits in the file",
     },
+    "model_peers.md": {"1e-3 1e-4 1e-5": "bounds of the program"},
     "papers.md": {
         "12.8 18.6": (
             "differences of returns in standard errors, which papers.trajectories.attempts prints"

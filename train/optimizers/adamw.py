@@ -83,8 +83,8 @@ class Adam(OptimizerSpec):
 
     def step_piece(self, config: Any) -> StepPiece:
         if config.optimizer_cpu_offload:
-            return StepPiece(*offload_piece(config.moment_formats))
-        return StepPiece(*rounding_piece(config.moment_formats))
+            return offload_piece(config.moment_formats)
+        return rounding_piece(config.moment_formats)
 
     def leaner_settings(self, config: Any) -> dict[str, Any]:
         dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}

@@ -15,7 +15,7 @@ APEX = Path(__file__).with_name("apex.txt")
 """File with one line per part of NVIDIA's apex: the part, then its replacement here."""
 TABLE = Path(__file__).with_suffix(".txt")
 """File with one line per flag: the flag, its values (N: any word; A|B: one of these), a verdict and
-a text. The verdict `=` means that the flag always holds here, or holds with the named values of a
+a text. A flag with = and a value is one that exists here, but without this value. The verdict `=` means that the flag always holds here, or holds with the named values of a
 field; `>` comes before the replacement, and `!` before the reason that there is none."""
 
 
@@ -78,13 +78,16 @@ def drop_redundant_flags(
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        entry = None if flag in flags else table.get(flag)
+        with_value = word if equals or not words else f"{word}={words[0]}"
+        entry = table.get(with_value)
+        if entry is None and flag not in flags:
+            entry = table.get(flag)
         if entry is None:
             remaining.append(word)
             continue
 
         if entry.verdict != "=":
-            raise UserError(f"unknown argument {flag}; {entry.answer}")
+            raise UserError(f"unknown argument {entry.flag}; {entry.answer}")
         if equals and not entry.values:
             raise UserError(f"{flag} takes no value, but {value!r} is given; {entry.answer}")
         if entry.values:

@@ -116,12 +116,6 @@ def stage_group(plan: Plan, arrangement: Arrangement) -> StageGroup:
     return StageGroup(arrangement.dp * plan.size * tp, arrangement.num_shards(plan) * tp)
 
 
-def sent_bytes(matrices: tuple[MatrixCost, ...], group: StageGroup) -> float:
-    """Return the bytes that a rank sends in a step, averaged over the stage's ranks."""
-    total = sum(cost.num_bytes for cost in matrices)
-    return total * (group.gathered + group.scattered) / group.ranks
-
-
 @lru_cache(maxsize=4096)
 def whole_matrix_seconds(
     matrices: tuple[MatrixCost, ...], group: StageGroup, cluster: Cluster

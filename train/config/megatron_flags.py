@@ -15,8 +15,10 @@ APEX = Path(__file__).with_name("apex.txt")
 """File with one line per part of NVIDIA's apex: the part, then its replacement here."""
 TABLE = Path(__file__).with_suffix(".txt")
 """File with one line per flag: the flag, its values (N: any word; A|B: one of these), a verdict and
-a text. A flag with = and a value is one that exists here, but without this value. The verdict `=` means that the flag always holds here, or holds with the named values of a
-field; `>` comes before the replacement, and `!` before the reason that there is none."""
+a text. The verdict `=` means that the flag always holds here, or holds with the named values of a
+field; `>` comes before the replacement, and `!` before the reason that there is none.
+
+A flag with = and a value is one that exists here, but not with this value."""
 
 
 class MegatronFlag(NamedTuple):
@@ -121,7 +123,8 @@ def markdown() -> str:
         "# Megatron-LM's flags here",
         "",
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). The",
-        "flags of Megatron-LM below do not exist here, or only for some model families.",
+        "flags of Megatron-LM below do not exist here, or only for some model families, or not",
+        "with the value after =.",
         "*Accepted*: a command line of Megatron-LM can keep the flag, since what it asks for holds",
         "here anyway. *Accepted with* a setting: this is so only with that setting. *Another",
         "name*: the flag is refused, and the error says what to give instead. *Refused*: the error",

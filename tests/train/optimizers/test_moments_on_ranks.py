@@ -277,10 +277,12 @@ def notes_of_stage(rank, world_size, folder):
     """Load moments of int8 as bf16: rank 0 those of a matrix and a norm, rank 1 those of a norm."""
     conversion = settings("bf16").spec.conversion(settings("bf16"))
     stored = FileSystemReader(folder).read_metadata()
-    tensors = {f"1.{moment}": torch.zeros(64, dtype=torch.bfloat16) for moment in MOMENTS}
+    tensors = {
+        f"state.1.weight.{moment}": torch.zeros(64, dtype=torch.bfloat16) for moment in MOMENTS
+    }
     if rank == 0:
         for moment in MOMENTS:
-            tensors[f"0.{moment}"] = torch.zeros(64, 64, dtype=torch.bfloat16)
+            tensors[f"state.0.weight.{moment}"] = torch.zeros(64, 64, dtype=torch.bfloat16)
     conversion.to_read(tensors, stored)
     return notes_of_ranks(conversion.notes())
 

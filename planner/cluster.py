@@ -25,6 +25,7 @@ OPTIONAL = (
     "memory_gb_per_s",
     "public_error",
     "delta_fraction",
+    "float32_tflops",
 )
 """Fields of a cluster that may be 0."""
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
@@ -33,7 +34,7 @@ DELTA = 1 / 6
 """Default rate of a delta rule relative to attention's: the published ratio to cuDNN on H200."""
 
 FLOAT32 = 1 / 15
-"""Rate of a GPU's matmuls in float32 relative to bfloat16, without TF32, as torch computes them.
+"""Default rate of a GPU in float32 relative to bfloat16, without TF32: the H100's and A100's.
 
 In data sheets it is 67 of 989 TFLOP/s for H100 and H200, and 19.5 of 312 for A100.
 """
@@ -80,6 +81,9 @@ class Cluster:
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
     """``node`` if a node's ranks share one link to other nodes, ``rank`` if each has its own."""
+    float32_tflops: float = 0.0
+    """Float32 rate of one processor without tensor cores (data sheet), in 10^12 operations per
+    second; 0 if unknown, in which case it is assumed to be a share of ``peak_tflops``."""
     memory_gb_per_s: float = 0.0
     """Bandwidth of a processor's own memory (data sheet), for the pointwise work; 0 if unknown, in
     which case ``matmul_fraction`` includes that work.
@@ -195,7 +199,9 @@ class Cluster:
 
     @property
     def float32_flops_per_s(self) -> float:
-        """FLOP/s that matmuls reach in float32."""
+        """FLOP/s that matmuls reach in float32, assuming the same share of the rate."""
+        if self.float32_tflops:
+            return 1e12 * self.float32_tflops * self.matmul_fraction
         if self.device == "cpu":
             return self.products_flops_per_s
         return FLOAT32 * self.products_flops_per_s

@@ -110,8 +110,10 @@ def _rounded_states(config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]
     """Return the configured values of ``LEANER_FIELDS``, then those that the optimizer proposes."""
     optimizer = config.optimizer
     current = {name: getattr(optimizer, name) for name in LEANER_FIELDS}
-    leaner = current | optimizer.spec.leaner_settings(optimizer)
-    return [tuple(current.values()), tuple(leaner.values())]
+    values = [tuple(current.values())]
+    for leaner in optimizer.spec.leaner_settings(optimizer):
+        values.append(tuple((current | leaner).values()))
+    return values
 
 
 def _leaner_fields() -> tuple[str, ...]:

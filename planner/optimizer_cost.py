@@ -44,7 +44,7 @@ class StageGroup(NamedTuple):
         return (self.ranks - 1) / self.slices
 
 
-class Round(NamedTuple):
+class MatrixRound(NamedTuple):
     """Matrices that are computed at the same time, at most one per rank."""
 
     costs: list[MatrixCost]
@@ -78,12 +78,14 @@ def optimizer_shape(config: OptimizerConfig, model: Any, stage_layers: int) -> O
     in_layers: list[Weight] = []
     outside: list[Weight] = []
     matrices = []
+    largest = 0
     for weight in trained_weights(meta_model(model)):
         path = weight.name.split(".")
         is_layer = path[0] == "layers"
         (in_layers if is_layer else outside).append(weight)
-        is_in_stage = not is_layer or int(path[1]) < stage_layers
-        if is_in_stage and spec.takes_whole(config, weight):
+        if not spec.takes_whole(config, weight):
+            largest = max(largest, weight.parameter.numel())
+        elif not is_layer or int(path[1]) < stage_layers:
             rows, columns = weight.parameter.shape
             matrices.append(spec.matrix_cost(config, (rows, columns)))
 
@@ -93,7 +95,7 @@ def optimizer_shape(config: OptimizerConfig, model: Any, stage_layers: int) -> O
         outside_state_bytes=_average_state_bytes(config, outside or weights),
         matrices=tuple(matrices),
         piece=piece,
-        largest=max((weight.parameter.numel() for weight in weights), default=0),
+        largest=largest,
     )
 
 
@@ -112,12 +114,6 @@ def stage_group(plan: Plan, arrangement: Arrangement) -> StageGroup:
     """Return the ranks of a pipeline stage, with the attention's ``plan`` over cp."""
     tp = arrangement.tp
     return StageGroup(arrangement.dp * plan.size * tp, arrangement.num_shards(plan) * tp)
-
-
-def sent_bytes(matrices: tuple[MatrixCost, ...], group: StageGroup) -> float:
-    """Return the bytes that a rank sends in a step, averaged over the stage's ranks."""
-    total = sum(cost.num_bytes for cost in matrices)
-    return total * (group.gathered + group.scattered) / group.ranks
 
 
 @lru_cache(maxsize=4096)
@@ -161,11 +157,11 @@ def temporary_bytes(optimizer: OptimizerShape, group: StageGroup) -> float:
     return max(pieces, _whole_matrix_bytes(optimizer.matrices, group))
 
 
-def _rounds(matrices: tuple[MatrixCost, ...], group: StageGroup) -> Iterator[Round]:
+def _rounds(matrices: tuple[MatrixCost, ...], group: StageGroup) -> Iterator[MatrixRound]:
     """Yield the rounds in which the ranks take the matrices."""
     work = [work_of(cost.shape) for cost in matrices]
     for matrix_of in balanced_rounds(work, group.ranks):
-        yield Round([matrices[number] for number in matrix_of.values()])
+        yield MatrixRound([matrices[number] for number in matrix_of.values()])
 
 
 def _seconds_per_byte(group: StageGroup, cluster: Cluster) -> float:

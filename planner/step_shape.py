@@ -83,7 +83,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShape:
-    """State and work of an optimizer for a model; the defaults are AdamW's."""
+    """State and work of an optimizer for a model, by default of one with two float32 states."""
 
     state_bytes: float = 8
     """Bytes of state per trained parameter of the layers, averaged over them."""
@@ -94,7 +94,7 @@ class OptimizerShape:
     piece: StepPiece = NO_PIECE
     """Elements of a shard that are updated at once, if this takes temporary tensors."""
     largest: int = 0
-    """Number of elements of the largest weight, if ``piece`` is given."""
+    """Number of elements of the largest weight that is updated in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)

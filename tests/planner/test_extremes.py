@@ -12,7 +12,7 @@ from planner import levers
 from planner.cluster import CLUSTERS, load_cluster
 from planner.extremes import PRECISION, STEP, changes, fewest, fits, last_good, longest, of_length
 from planner.levers import ever_leaner, least_memory, settings
-from planner.search import arrangements, nothing_left, rank, weigh
+from planner.search import ROOM, arrangements, nothing_left, rank, weigh
 from runtime.errors import UserError
 from tests.planner.test_search import A100
 from tests.planner.test_search import config as small
@@ -57,14 +57,22 @@ def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
         assert candidate.prediction.seconds["optimizer offload"] > 0
 
 
-def test_moments_in_bf16_are_proposed_last_and_only_by_fits(config):
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_moments_in_fewer_bits_are_proposed_last_and_only_by_fits(dtype, config):
+    """If bf16 fits, int8 is not proposed."""
     config = config.updated(context_parallel_size=1, seq_length=16384)
     cluster = replace(SMALL, host_gb_per_s=0.0)
-    *_, exact, rounded = ever_leaner(config, cluster, exact=False)
-    sizes = [weigh(lean, 1, cluster, None).device for lean in (exact, rounded)]
-    cluster = replace(cluster, memory_gb=sum(sizes) / 2e9)
+    *_, exact, leanest = ever_leaner(config, cluster, exact=False)
+    half = leanest.updated(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    fp32_size, bf16_size, int8_size = (
+        weigh(lean, 1, cluster, None).device for lean in (exact, half, leanest)
+    )
+    assert int8_size < bf16_size < fp32_size
+    smallest, too_large = (bf16_size, fp32_size) if dtype == "bf16" else (int8_size, bf16_size)
+    memory = (smallest / ROOM + too_large) / 2  # fits with room to spare
+    cluster = replace(cluster, memory_gb=memory / 1e9)
     needed, seconds = changes(config, 1, cluster, None)
-    assert needed[-1].flag == "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    assert needed[-1].flag == f"--exp-avg-dtype {dtype} --exp-avg-sq-dtype {dtype}"
     assert [change.exact for change in needed] == [True] * (len(needed) - 1) + [False]
     assert needed[-1].bytes < 1e9 * cluster.memory_gb < needed[-2].bytes
     assert seconds is not None

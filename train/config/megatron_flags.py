@@ -16,7 +16,9 @@ APEX = Path(__file__).with_name("apex.txt")
 TABLE = Path(__file__).with_suffix(".txt")
 """File with one line per flag: the flag, its values (N: any word; A|B: one of these), a verdict and
 a text. The verdict `=` means that the flag always holds here, or holds with the named values of a
-field; `>` comes before the replacement, and `!` before the reason that there is none."""
+field; `>` comes before the replacement, and `!` before the reason that there is none.
+
+A flag with = and a value is one that exists here, but not with this value."""
 
 
 class MegatronFlag(NamedTuple):
@@ -78,13 +80,16 @@ def drop_redundant_flags(
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        entry = None if flag in flags else table.get(flag)
+        with_value = word if equals or not words else f"{word}={words[0]}"
+        entry = table.get(with_value)
+        if entry is None and flag not in flags:
+            entry = table.get(flag)
         if entry is None:
             remaining.append(word)
             continue
 
         if entry.verdict != "=":
-            raise UserError(f"unknown argument {flag}; {entry.answer}")
+            raise UserError(f"unknown argument {entry.flag}; {entry.answer}")
         if equals and not entry.values:
             raise UserError(f"{flag} takes no value, but {value!r} is given; {entry.answer}")
         if entry.values:
@@ -118,7 +123,8 @@ def markdown() -> str:
         "# Megatron-LM's flags here",
         "",
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). The",
-        "flags of Megatron-LM below do not exist here, or only for some model families.",
+        "flags of Megatron-LM below do not exist here, or only for some model families, or not",
+        "with the value after =.",
         "*Accepted*: a command line of Megatron-LM can keep the flag, since what it asks for holds",
         "here anyway. *Accepted with* a setting: this is so only with that setting. *Another",
         "name*: the flag is refused, and the error says what to give instead. *Refused*: the error",

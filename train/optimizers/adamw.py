@@ -83,14 +83,14 @@ class Adam(OptimizerSpec):
 
     def step_piece(self, config: Any) -> StepPiece:
         if config.optimizer_cpu_offload:
-            return StepPiece(*offload_piece(config.moment_formats))
-        return StepPiece(*rounding_piece(config.moment_formats))
+            return offload_piece(config.moment_formats)
+        return rounding_piece(config.moment_formats)
 
-    def leaner_settings(self, config: Any) -> dict[str, Any]:
+    def leaner_settings(self, config: Any) -> list[dict[str, Any]]:
         dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
         if config.optimizer_backend == "apex" or dtypes != {"fp32"}:
-            return {}
-        return dict.fromkeys(self.leaner_fields, "bf16")
+            return []
+        return [dict.fromkeys(self.leaner_fields, dtype) for dtype in ("bf16", "int8")]
 
     def states_title(self, config: Any) -> str:
         dtypes = list(dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype)))

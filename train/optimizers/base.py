@@ -113,12 +113,12 @@ class OptimizerSpec(ABC):
         """Return the part of a shard that is updated at once, by default without temporaries."""
         return NO_PIECE
 
-    def leaner_settings(self, config: Any) -> dict[str, Any]:
-        """Return settings that store states in fewer bits, and so change results; may be empty.
+    def leaner_settings(self, config: Any) -> Sequence[dict[str, Any]]:
+        """Return settings that store states in fewer bits, and so change results, leanest last.
 
-        The keys are ``leaner_fields``. The planner proposes them if memory is short.
+        The keys are ``leaner_fields``. The planner proposes the first that fit if memory is short.
         """
-        return {}
+        return ()
 
     def states_title(self, config: Any) -> str:
         """Describe how states are stored in a few words; empty for the default."""

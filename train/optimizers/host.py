@@ -23,6 +23,7 @@ from parallel.data import to_local
 from parallel.offload import HostCopies, Slabs
 from runtime.simulation import allocates
 from train.optimizers import pieces
+from train.optimizers.base import StepPiece
 from train.optimizers.moment_formats import MomentFormat, zeros
 from train.optimizers.pieces import ParameterPiece, PiecewiseAdamW
 
@@ -34,11 +35,11 @@ which is large enough for a bus to reach its full rate.
 """
 
 
-def offload_piece(formats: Sequence[MomentFormat]) -> tuple[int, float]:
-    """Return the elements of a piece, and the bytes per element of buffers and temporaries."""
-    elements, temporary_bytes = pieces.rounding_piece(formats)
+def offload_piece(formats: Sequence[MomentFormat]) -> StepPiece:
+    """Return a piece of a step whose moments pass through buffers of the device."""
+    piece = pieces.rounding_piece(formats)
     stored_bytes = sum(moment_format.bytes for moment_format in formats)
-    return elements or PIECE, 2 * stored_bytes + temporary_bytes
+    return StepPiece(piece.elements or PIECE, 2 * stored_bytes + piece.bytes)
 
 
 class HostAdamW(PiecewiseAdamW):
@@ -56,8 +57,7 @@ class HostAdamW(PiecewiseAdamW):
         return on_host(parameter, self._slabs, dtype, columns)
 
     def _piece_length(self) -> int:
-        elements, _ = offload_piece(tuple(self.formats.values()))
-        return elements
+        return offload_piece(tuple(self.formats.values())).elements
 
     def _update(self, pieces: list[ParameterPiece]) -> None:
         device = pieces[0].weight.device

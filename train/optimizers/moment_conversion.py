@@ -40,10 +40,12 @@ class MomentConversion:
         self._format_of = {moment_format.dtype: moment_format for moment_format in formats}
         self._pending: list[Pending] = []
         self._changes: set[tuple[str, str, str]] = set()
+        """Moments converted on this rank, with the checkpoint's format and the run's."""
 
     def to_read(self, tensors: dict[str, Tensor], metadata: "Metadata") -> dict[str, Tensor]:
         """Return the optimizer's tensors with temporary ones for moments of another format."""
         to_read = dict(tensors)
+        saved = self._saved_formats(metadata)
         for name, live in tensors.items():
             moment = name.rpartition(".")[2]
             if moment not in MOMENTS:
@@ -73,8 +75,24 @@ class MomentConversion:
                 live_scales,
             )
             self._pending.append(pending)
-            self._changes.add((moment, pending.stored_format.name, self._run[moment]))
+            self._changes.add((moment, saved[moment], self._run[moment]))
         return to_read
+
+    def _saved_formats(self, metadata: "Metadata") -> dict[str, str]:
+        """Return the checkpoint's format of each moment, the same on all ranks.
+
+        With 8 bits some tensors are float32, and this rank may read those alone. So all tensors of
+        the checkpoint count, and another format than float32 decides.
+        """
+        formats = dict.fromkeys(MOMENTS, "fp32")
+        for name, stored in metadata.state_dict_metadata.items():
+            moment = name.rpartition(".")[2]
+            if moment not in MOMENTS or not name.startswith("optimizer."):
+                continue
+            stored_format = self._format_of.get(stored.properties.dtype)  # type: ignore[union-attr]
+            if stored_format is not None and stored_format.name != "fp32":
+                formats[moment] = stored_format.name
+        return formats
 
     @torch.no_grad()
     def convert(self) -> None:
@@ -96,17 +114,13 @@ class MomentConversion:
 
     def notes(self) -> list[str]:
         """Return notes on the conversions of this rank."""
-        converted: dict[str, tuple[str, str]] = {}
+        changes = []
+        flags = []
         reblocked = set()
-        # A checkpoint of 8-bit moments has some in fp32, which comes first and is overwritten.
         for moment, before, after in sorted(self._changes):
             if before == after:
                 reblocked.add(after)
-            else:
-                converted[moment] = (before, after)
-        changes = []
-        flags = []
-        for moment, (before, after) in converted.items():
+                continue
             changes.append(f"{moment}_dtype was {before} and is {after}")
             flags.append(f"--{moment.replace('_', '-')}-dtype {before}")
         notes = []
@@ -117,7 +131,8 @@ class MomentConversion:
         for name in sorted(reblocked):
             notes.append(
                 f"note: this mesh cuts {name} moments into blocks of other lengths than the "
-                "checkpoint's, or has none for some parameters, so they are converted"
+                "checkpoint's, or for some parameters only one of the two has blocks, so they are "
+                "converted"
             )
         return notes
 

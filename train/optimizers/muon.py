@@ -7,7 +7,8 @@ For the matrices of the layers, with gradient G, momentum M, rate lr and decay w
     W <- W - lr w W - lr scale NewtonSchulz(U)
 
 The other weights take AdamW. Newton-Schulz needs whole matrices: ``parallel.matrices`` gathers each
-on one rank. Its five steps of a quintic polynomial map singular values to between 0.7 and 1.2.
+on one rank. Its five steps of a quintic polynomial map singular values above 0.0015 of the matrix's
+norm to between 0.68 and 1.21. Smaller ones grow at most 485 times: 0.001 becomes 0.47.
 """
 
 import math

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel.data import to_local
 from train.optimizers import bf16_moments
+from train.optimizers.base import NO_PIECE, StepPiece
 from train.optimizers.moment_formats import (
     MOMENTS,
     SCALE,
@@ -30,13 +31,13 @@ Both moments in float32, random numbers and temporary results take up to 200 MiB
 FLOAT32 = Float32()
 
 
-def rounding_piece(formats: Sequence[MomentFormat]) -> tuple[int, int]:
-    """Return the elements of a piece, and the bytes per element of its temporary tensors."""
+def rounding_piece(formats: Sequence[MomentFormat]) -> StepPiece:
+    """Return a piece of a step whose moments stay on the device."""
     rounded = [moment_format for moment_format in formats if moment_format.name != "fp32"]
     if not rounded:
-        return 0, 0
+        return NO_PIECE
     rounding = max(moment_format.rounding_bytes for moment_format in rounded)
-    return PIECE, 4 * len(rounded) + rounding
+    return StepPiece(PIECE, 4 * len(rounded) + rounding)
 
 
 class ParameterPiece(NamedTuple):

@@ -260,6 +260,8 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--hidden-dropout", "--hidden-dropout is given without a value"),
         ("--optimizer adam --adam-w-mode", None),
         ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd' (choose from"),
+        ("--muon-fp32-matmul-prec medium", "here give --muon-fp32-matmul-prec low"),
+        ("--muon-coefficient-type quintic", "here it can only be simple"),
         ("--sgd-momentum 0.9", "there is no SGD; --optimizer lists the choices"),
         ("--transformer-impl transformer_engine --use-flash-attn --use-mcore-models", None),
         ("--fp16", "here give --bf16"),

@@ -4,6 +4,8 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 from parallel.data import DataParallelConfig, local_shard, to_local
 from parallel.mesh import distributed_mesh
@@ -26,6 +28,8 @@ SMALL = {"num_layers": 1, "hidden_size": 24, "ffn_hidden_size": 32}
 BLOCKS = {"num_layers": 1, "hidden_size": 512, "ffn_hidden_size": 512}
 NARROW = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 256}
 """Blocks of 128 become blocks of 64 where two ranks share a row."""
+UNEVEN = {"num_layers": 1, "hidden_size": 96, "ffn_hidden_size": 96}
+"""Rows of 96 have blocks, but where two ranks share a row, parts of 48 have none."""
 MESHES = [
     ("zero1", 1, 1),
     ("zero2", 1, 1),
@@ -130,6 +134,8 @@ IN_HOST_MEMORY = [
 ROUNDED = [
     ("fp32", SMALL, ("zero3", 1), "bf16", ("zero3", 1)),
     ("int8", NARROW, ("zero3", 1), "int8", ("zero3", 2)),
+    ("int8", UNEVEN, ("zero3", 2), "int8", ("zero3", 1)),
+    ("int8", UNEVEN, ("zero3", 2), "bf16", ("zero3", 1)),
 ]
 
 
@@ -216,18 +222,27 @@ def test_a_wider_format_loses_nothing(cases, tmp_path):
         assert len(notes) == 1
 
 
+INT8_TO_BF16 = (
+    "note: exp_avg_dtype was int8 and is bf16, exp_avg_sq_dtype was int8 and is bf16; "
+    "--exp-avg-dtype int8 --exp-avg-sq-dtype int8 keeps the moments as they are"
+)
+
+
 def test_another_format_or_block_is_converted_with_a_note(tmp_path):
-    to_bf16, to_shorter_blocks = load_errors(tmp_path, ROUNDED)
+    to_bf16, to_shorter_blocks, to_blocks, from_int8 = load_errors(tmp_path, ROUNDED)
     assert 1e-4 < to_bf16[0] < 1 / 256  # half a unit in the last place
     assert to_bf16[1] == [
         "note: exp_avg_dtype was fp32 and is bf16, exp_avg_sq_dtype was fp32 and is bf16; "
         "--exp-avg-dtype fp32 --exp-avg-sq-dtype fp32 keeps the moments as they are"
     ]
-    assert 0 < to_shorter_blocks[0] < 0.02
-    assert to_shorter_blocks[1] == [
-        "note: this mesh cuts int8 moments into blocks of other lengths than the checkpoint's, or "
-        "has none for some parameters, so they are converted"
-    ]
+    for error, notes, _ in (to_shorter_blocks, to_blocks):
+        assert 0 < error < 0.02
+        assert notes == [
+            "note: this mesh cuts int8 moments into blocks of other lengths than the "
+            "checkpoint's, or for some parameters only one of the two has blocks, so they are "
+            "converted"
+        ]
+    assert from_int8[1] == [INT8_TO_BF16]
 
 
 def test_with_muon_the_moments_of_other_weights_are_converted(tmp_path):
@@ -256,6 +271,29 @@ def test_moments_in_host_memory_are_converted_as_on_the_device(tmp_path):
             "as they are"
         ]
     assert same == (0, [], [])
+
+
+def notes_of_stage(rank, world_size, folder):
+    """Load moments of int8 as bf16: rank 0 those of a matrix and a norm, rank 1 those of a norm."""
+    conversion = settings("bf16").spec.conversion(settings("bf16"))
+    stored = FileSystemReader(folder).read_metadata()
+    tensors = {
+        f"state.1.weight.{moment}": torch.zeros(64, dtype=torch.bfloat16) for moment in MOMENTS
+    }
+    if rank == 0:
+        for moment in MOMENTS:
+            tensors[f"state.0.weight.{moment}"] = torch.zeros(64, 64, dtype=torch.bfloat16)
+    conversion.to_read(tensors, stored)
+    return notes_of_ranks(conversion.notes())
+
+
+def test_a_stage_of_norms_alone_names_the_checkpoints_format(tmp_path):
+    matrix_and_norm = nn.Sequential(nn.Linear(64, 64, bias=False), nn.RMSNorm(64))
+    optimizer = build_optimizer(settings("int8"), matrix_and_norm)
+    stepped(matrix_and_norm, optimizer)
+    save_checkpoint(tmp_path, 1, matrix_and_norm, optimizer, architecture={}, extra={})
+    notes = run_ranks(notes_of_stage, 2, checkpoint_folder(tmp_path, 1))
+    assert notes == [[INT8_TO_BF16]] * 2
 
 
 def notes_of_rank(rank, world_size):

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 1 -m docs.examples.prefer_long  # the same losses
 
 import os
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
@@ -29,7 +30,7 @@ world_size = int(os.environ["WORLD_SIZE"])
 ranks = min(world_size, 2)  # that share a batch
 arguments = DPOConfig(
     output_dir="runs/prefer_long",
-    use_cpu=True,
+    use_cpu=not torch.cuda.is_available(),
     bf16=False,
     max_steps=20,
     per_device_train_batch_size=8 * ranks // world_size,

@@ -36,13 +36,13 @@ REFUSED_BY_ALL = {
 """Trainer arguments that are refused unless they have the value given here, with the reason."""
 
 
-SCORING = ("_precompute_ref_logps", "_get_per_token_logps_and_entropies")
+SCORING_METHODS = ("_precompute_ref_logps", "_get_per_token_logps_and_entropies")
 """Methods of TRL's trainers whose losses need log-probabilities of whole completions."""
 
 
-def scores_rows(classes: Sequence[type]) -> bool:
+def needs_row_scores(classes: Sequence[type]) -> bool:
     """Return True if one of the classes is a DPO, KTO, GRPO or RLOO trainer of TRL."""
-    return any(name in vars(kind) for kind in classes for name in SCORING)
+    return any(name in vars(kind) for kind in classes for name in SCORING_METHODS)
 
 
 class GroupTrainer(Base):

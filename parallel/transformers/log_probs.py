@@ -108,11 +108,15 @@ def gather_scores(scores: Scores, batch: Batch) -> dict[str, Tensor]:
 def score_in_chunks(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Return log_probs and entropy of this rank's tokens, ``[1, n]``, differentiable.
 
-    Logits exist for one chunk of tokens at a time, in the forward and in the backward pass.
+    Logits exist for one chunk of tokens at a time, in the forward and in the backward pass. The
+    router's loss of a model with experts is not computed.
     """
     outputs = model.base_model(**batch.inputs)
     hidden = outputs.last_hidden_state[0]  # [n, C]
     labels = batch.labels[0]  # [n]
+    arguments = {"use_cache": False}
+    if getattr(model.config, "output_router_logits", False):
+        arguments["output_router_logits"] = False
 
     def score(rows: Tensor, chunk: slice) -> Tensor:
         fields = {**outputs, "last_hidden_state": rows[None]}
@@ -120,13 +124,34 @@ def score_in_chunks(model: Any, batch: Batch) -> dict[str, Tensor]:
             ids = batch.inputs["input_ids"][:, chunk]
             # Called without the model's hooks, which FSDP allows only once.
             forward = type(model).forward
-            logits = forward(model, input_ids=ids, use_cache=False).logits[0]  # [rows, V]
+            logits = forward(model, input_ids=ids, **arguments).logits[0]  # [rows, V]
         return _scores_of_logits(logits, labels[chunk])
 
     head = model.get_output_embeddings()
     size = max(1, LOSS_CHUNK.get(hidden.device.type, LOSS_CHUNK["cuda"]) // head.weight.shape[0])
-    log_probs, entropy = over_chunks(score, hidden, size, list(head.parameters())).unbind(-1)
+    parameters = _parameters_of_head(model, lambda: score(hidden[:1].detach(), slice(0, 1)))
+    log_probs, entropy = over_chunks(score, hidden, size, parameters).unbind(-1)
     return {"log_probs": log_probs[None], "entropy": entropy[None]}
+
+
+def _parameters_of_head(model: Any, score_a_token: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the parameters that a model uses behind its backbone.
+
+    RoBERTa has a dense layer and a norm there, besides the output embedding. A model may also have
+    parameters that scores do not use; to find those, ``score_a_token`` runs the head once.
+    """
+    output_embedding = list(model.get_output_embeddings().parameters())
+    known_ids = {id(x) for x in (*model.base_model.parameters(), *output_embedding)}
+    others = []
+    for parameter in model.parameters():
+        if id(parameter) not in known_ids and parameter.requires_grad:
+            others.append(parameter)
+    if not others or not torch.is_grad_enabled():
+        return output_embedding
+
+    gradients = torch.autograd.grad(score_a_token().sum(), others, allow_unused=True)
+    used = [x for x, gradient in zip(others, gradients, strict=True) if gradient is not None]
+    return [*output_embedding, *used]
 
 
 def score_by_trl(model: Any, previous: Forward, batch: Batch) -> Any:
@@ -213,8 +238,9 @@ def install_seam(model: Any, answer: Callable[[Any, Forward, dict[str, Any]], An
 def rows_of_call(kwargs: Mapping[str, Any], positions: Positions) -> dict[str, Any]:
     """Return the arguments of ``Sharded.batch`` for a call of the seam.
 
-    Positions count from the beginning of a row, also if it begins with padding, since transformers
-    counts so. Raises UserError if the call has an argument that belongs to tokens in another way.
+    Positions count from the beginning of a row, padding included, as transformers counts.
+
+    Raises UserError if the call has an argument that belongs to tokens in another way.
     """
     others = []
     for name, value in kwargs.items():

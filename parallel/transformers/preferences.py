@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, scores_rows
+from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, needs_row_scores
 from parallel.transformers.shard import Sharded
 from runtime.errors import UserError
 
@@ -37,6 +37,10 @@ REFUSED = {
         False,
         "ranks share only text; give a tokenizer as processing_class, and a model without images",
     ),
+    "eval_use_gather_object": (
+        False,
+        "metrics would be gathered from every rank of a group; set it to False",
+    ),
     "use_vllm": (
         False,
         "every rank would get other completions; set it to False, or give them by rollout_func",
@@ -53,7 +57,10 @@ GATHERING = ("gather", "gather_object")
 
 
 class GroupAccelerator:
-    """An accelerator whose processes are groups: it gathers from the first rank of each."""
+    """An accelerator whose processes are groups: it gathers from the first rank of each.
+
+    Its ``reduce`` sums over all ranks: TRL uses it for ratios of sums alone.
+    """
 
     def __init__(self, accelerator: Any, size: int) -> None:
         vars(self).update(accelerator=accelerator, size=size)
@@ -143,7 +150,7 @@ class ContextParallelPreferenceTrainer(GroupTrainer):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         kinds = type(self).__mro__
-        if not scores_rows(kinds[kinds.index(ContextParallelPreferenceTrainer) + 1 :]):
+        if not needs_row_scores(kinds[kinds.index(ContextParallelPreferenceTrainer) + 1 :]):
             raise UserError(
                 f"{type(self).__name__} is none of TRL's DPO, KTO, GRPO and RLOO trainers; list "
                 "ContextParallelTrainer before other trainers"

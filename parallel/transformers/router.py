@@ -105,8 +105,21 @@ class RouterLoss:
 
         top_k = self._model.num_experts_per_tok
         if not self._is_verified and output.aux_loss is not None:
-            self._verify(float(output.aux_loss.detach()), load_of(router_logits, top_k))
+            self._verify(float(output.aux_loss), load_of(router_logits, top_k))
         return load_of([logits[:tokens] for logits in router_logits], top_k)
+
+    def _check_gradient(self, output: Any) -> None:
+        """Raise UserError if checkpointing has cut the router logits off their gradient."""
+        logits = getattr(output, "logits", None)
+        router_logits = getattr(output, "router_logits", None) or ()
+        has_gradient = any(x.requires_grad for x in router_logits)
+        if has_gradient or logits is None or not logits.requires_grad:
+            return
+        if any(getattr(x, "gradient_checkpointing", False) for x in self._model.modules()):
+            raise UserError(
+                f"{FLAG} is set, but checkpointing with use_reentrant=True leaves router_logits "
+                "without a gradient; give gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
     def _verify(self, expected: float, load: Tensor) -> None:
         """Raise UserError if the model's own loss of a load is another one."""
@@ -143,6 +156,7 @@ class RouterLoss:
 
         Its gradients are to be averaged over ``world``.
         """
+        self._check_gradient(output)
         load = self.load(output, real_tokens(batch.context))
         total = load.detach().clone()
         world_size = 1

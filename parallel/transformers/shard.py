@@ -181,12 +181,13 @@ class Sharded:
 
         Collective, differentiable. Every rank of the group computes the same loss from them;
         gradients must be averaged over all ranks, as for ``loss``. No rank has the logits of all of
-        its tokens at once.
+        its tokens at once. The router's loss of a model with experts is not part of the scores.
 
         Args:
             model: the sharded model, also if DDP, FSDP2 or peft wraps it.
             labels: as for ``batch``; by default every token is scored.
-            input_ids, position_ids, documents, attention_mask: whole rows, as for ``batch``.
+            input_ids, position_ids, documents, attention_mask: whole rows, as for ``batch``, but
+                positions count from a row's beginning by default, padding included.
         """
         self._check_model(model, "log_probs")
         if not self._has_seam:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.loss import cross_entropy_sum
 from parallel.transformers.batch import IGNORED, pack
-from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, scores_rows
+from parallel.transformers.groups import REFUSED_BY_ALL, GroupTrainer, needs_row_scores
 from parallel.transformers.router import real_tokens, trainer_coefficient
 from runtime.errors import UserError
 
@@ -73,7 +73,7 @@ class ContextParallelTrainer(GroupTrainer):
     loss_is_scaled_for_ga: Any = True
 
     def __init__(self, *args: Any, **others: Any) -> None:
-        if scores_rows(type(self).__mro__):
+        if needs_row_scores(type(self).__mro__):
             raise UserError(
                 f"{type(self).__name__} needs log-probabilities of whole rows; list "
                 "ContextParallelPreferenceTrainer before TRL's trainer"

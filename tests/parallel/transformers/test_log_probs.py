@@ -203,6 +203,50 @@ def test_log_probs_and_gradients_equal_one_process(world_size):
         assert worst < BOUNDS[dtype], (way.__name__, family, method, dtype)
 
 
+def behind_the_backbone(rank, world_size):
+    """Largest error of a model with a dense layer and a norm between backbone and output."""
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    def model():
+        torch.manual_seed(0)
+        config = RobertaConfig(
+            vocab_size=40,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+            is_decoder=True,
+            pad_token_id=1,
+            attention_probs_dropout_prob=0.0,
+        )
+        return RobertaForCausalLM(config).double().eval()
+
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+    sharded, whole = model(), model()
+    sharded.register_parameter("unused", torch.nn.Parameter(torch.ones(1)))
+    scores = shard(sharded, dist.group.WORLD).log_probs(sharded, ids)
+    mine = (scores.log_probs.sum(1) ** 2).sum()
+    mine.backward()
+    log_probs, _ = naive(whole, ids, ids, torch.ones_like(ids))
+    expected = (log_probs.sum(1) ** 2).sum()
+    expected.backward()
+
+    assert sharded.unused.grad is None
+    sharded_gradients = []
+    gradients_of_one = []
+    for name, parameter in whole.named_parameters():
+        gradient = sharded.get_parameter(name).grad
+        dist.all_reduce(gradient)
+        sharded_gradients.append(gradient / world_size)
+        gradients_of_one.append(parameter.grad)
+    return difference([mine.detach(), *sharded_gradients], [expected.detach(), *gradients_of_one])
+
+
+def test_parameters_behind_the_backbone_have_gradients():
+    assert max(run_ranks(behind_the_backbone, 2)) < BOUNDS[torch.float64]
+
+
 def mistaken(rank, world_size):
     """Errors of deliberate mistakes."""
     errors = []

@@ -345,6 +345,18 @@ def test_outputs_without_the_routers_loss_are_refused():
         cp.loss(output, batch)
 
 
+def test_reentrant_checkpointing_without_a_gradient_is_refused():
+    model = routed("Qwen3Moe", 2, torch.float32).train()
+    cp = shard(model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    batch = cp.batch(**packed())
+    output = model(**batch.inputs)
+    with pytest.raises(UserError, match=r"give gradient_checkpointing_kwargs={'use_reentrant': F"):
+        cp.loss(output, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    cp.loss(model(**batch.inputs), batch).backward()
+
+
 def test_another_formula_is_refused():
     model = routed("Qwen3Moe", 2, torch.float32)
     cp = shard(model)

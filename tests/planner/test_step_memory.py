@@ -79,7 +79,7 @@ CASES = {
     "qwen3_5, attention_boundary, chunks": (1, DELTA + AGAIN + "attention_boundary " + CHUNKS),
     "qwen3_5 on a CPU, float32": (1, DELTA + "--device cpu --no-bf16"),
     "qwen3_5 on a CPU": (1, DELTA + "--device cpu"),
-    "olmo_hybrid": (1, DELTA + "--model-type olmo_hybrid --rotary-percent 1"),
+    "olmo_hybrid": (1, DELTA.replace("--rotary-percent 0.25 ", "") + "--model-type olmo_hybrid"),
     "muon, pipeline 4": (4, MUON + SHORT + "--pipeline-model-parallel-size 4"),
     "bf16 moments, a step of tensor 2":
         (4, BF16 + SHORT + "--tensor-model-parallel-size 2 --vocab-size 8000"),

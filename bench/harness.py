@@ -149,6 +149,24 @@ def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float
     )
 
 
+def add_outputs(parser: argparse.ArgumentParser, name: str, picture: str) -> None:
+    """Add flags for the folder of ``name``-MACHINE.jsonl and for the file of the plot."""
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("bench/results"),
+        metavar="FOLDER",
+        help=f"folder for {name}-MACHINE.jsonl (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("docs/images") / picture,
+        metavar="FILE",
+        help="file for the plot (default: %(default)s)",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json, the file that ``write_json`` writes."""
     parser.add_argument(

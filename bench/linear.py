@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import (
+    add_outputs,
     add_rounds,
     add_sizes,
     check_same,
@@ -276,15 +277,7 @@ def main(argv: list[str] | None = None) -> None:
         help="longest sequence; lengths double (default: %(default)s)",
     )
     add_rounds(parser, 5, 15.0)
-    where = "folder for linear-MACHINE.jsonl (default: %(default)s)"
-    add("--results", type=Path, default=Path("bench/results"), metavar="FOLDER", help=where)
-    add(
-        "--picture",
-        type=Path,
-        default=Path("docs/images/linear_throughput.png"),
-        metavar="FILE",
-        help="file for the plot (default: %(default)s)",
-    )
+    add_outputs(parser, "linear", "linear_throughput.png")
     args = parser.parse_args(argv)
     result = measure(args)
     machine = result["machine"]

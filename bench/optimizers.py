@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import clocked, measured
+from bench.harness import add_outputs, clocked, measured
 from bench.runs import Result, flags_of, keep_run, read_runs
 from data.text.prepare import Request, prepare
 from model.registry import build_model
@@ -279,15 +279,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="PREFIX",
         help="prefix of the text, written if it is missing (default: %(default)s)",
     )
-    where = "folder for optimizers-MACHINE.jsonl (default: %(default)s)"
-    add("--results", type=Path, default=Path("bench/results"), metavar="FOLDER", help=where)
-    add(
-        "--picture",
-        type=Path,
-        default=Path("docs/images/optimizers.png"),
-        metavar="FILE",
-        help="file for the plot of losses (default: %(default)s)",
-    )
+    add_outputs(parser, "optimizers", "optimizers.png")
     args = parser.parse_args(argv)
     if args.iterations < 2:
         raise UserError(f"--iterations is {args.iterations}; it must be 2 or more")

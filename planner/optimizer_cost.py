@@ -82,7 +82,10 @@ def optimizer_shape(config: OptimizerConfig, model: Any, stage_layers: int) -> O
     for weight in trained_weights(meta_model(model)):
         path = weight.name.split(".")
         is_layer = path[0] == "layers"
-        (in_layers if is_layer else outside).append(weight)
+        if is_layer:
+            in_layers.append(weight)
+        else:
+            outside.append(weight)
         if not spec.takes_whole(config, weight):
             largest = max(largest, weight.parameter.numel())
         elif not is_layer or int(path[1]) < stage_layers:

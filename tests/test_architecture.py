@@ -82,7 +82,7 @@ NODES = {
     "slurm": 4620,
     "tools": 64810,
     "papers": 18900,
-    "bench": 21410,
+    "bench": 21420,
     "docs": 1680,
     "tests": 441870,
 }

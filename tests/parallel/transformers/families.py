@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comparison import Float64Mode
 
@@ -152,3 +154,21 @@ def errors(mine, truth):
 def difference(mine, truth):
     """The largest error of a tensor."""
     return max(errors(mine, truth))
+
+
+def data_parallel(model, cp, batch):
+    """The loss and gradients of a model in DDP."""
+    wrapper = DistributedDataParallel(model)  # which averages as long as it exists
+    loss = cp.loss(wrapper(**batch.inputs), batch)
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in model.parameters())]
+
+
+def fully_sharded(model, cp, batch):
+    """The loss and gradients of a model whose layers FSDP2 shards."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    loss = cp.loss(model(**batch.inputs), batch)
+    loss.backward()
+    return [loss.detach(), *(x.grad.full_tensor() for x in model.parameters())]

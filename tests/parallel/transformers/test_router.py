@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comparison import Float64Mode, mean_loss
 from parallel.transformers import router, shard
@@ -26,7 +24,9 @@ from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (
     EXPERTS,
     averaged,
+    data_parallel,
     errors,
+    fully_sharded,
     gradients,
     model_of,
     tokens,
@@ -206,22 +206,6 @@ def checkpointed(model, cp, batch):
         {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Float64Mode())}
     )
     return averaged(cp.loss(model(**batch.inputs), batch), model)
-
-
-def data_parallel(model, cp, batch):
-    wrapper = DistributedDataParallel(model)  # which averages as long as it exists
-    loss = cp.loss(wrapper(**batch.inputs), batch)
-    loss.backward()
-    return [loss.detach(), *(x.grad for x in model.parameters())]
-
-
-def fully_sharded(model, cp, batch):
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    loss = cp.loss(model(**batch.inputs), batch)
-    loss.backward()
-    return [loss.detach(), *(x.grad.full_tensor() for x in model.parameters())]
 
 
 def wrapped(world_size):

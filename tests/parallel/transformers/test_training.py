@@ -21,7 +21,9 @@ from tests.parallel.transformers.families import (
     LENGTH,
     PACKED,
     averaged,
+    data_parallel,
     difference,
+    fully_sharded,
     model_of,
     one_process,
     tokens,
@@ -42,22 +44,6 @@ def checkpointed(model, cp, batch):
     loss = cp.loss(model(**batch.inputs), batch)
     cp.batch(*tokens(20, seed=4))
     return averaged(loss, model)
-
-
-def data_parallel(model, cp, batch):
-    wrapped = DistributedDataParallel(model)
-    loss = cp.loss(wrapped(**batch.inputs), batch)
-    loss.backward()
-    return [loss.detach(), *(x.grad for x in model.parameters())]
-
-
-def fully_sharded(model, cp, batch):
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    loss = cp.loss(model(**batch.inputs), batch)
-    loss.backward()
-    return [loss.detach(), *(x.grad.full_tensor() for x in model.parameters())]
 
 
 def in_parts(model, cp, batch):

@@ -330,23 +330,28 @@ def losses_of(dtype, *, steps=300, perturbed=False, seed=1):
 
 @pytest.mark.slow
 def test_losses_over_300_steps_are_near_those_of_float32():
-    """Relative differences of the losses' means over 20 steps.
+    """Relative differences of the mean loss of all steps, and of means over 20 steps.
 
-    Runs that differ by a rounding drift apart, by up to 2.6 % on three texts and with three seeds.
+    Runs that differ by a rounding drift apart, by up to 2.6 % over 20 steps on three texts and with
+    three seeds. The mean of all steps is steadier: 0.02 % for a change of the start by 1e-6.
     """
 
     def smooth(losses):
         return losses.unfold(0, 20, 1).mean(1)
 
-    expected = smooth(losses_of("fp32"))
+    losses_of_float32 = losses_of("fp32")
+    expected = smooth(losses_of_float32)
     print(f"fp32: loss {expected[0]:.3f} to {expected[-1]:.4f}")
     runs = {"perturbed": losses_of("fp32", perturbed=True)}
     for dtype in ("bf16", "fp8", "int8"):
         runs[dtype] = losses_of(dtype)
     largest = {}
+    overall = {}
     for name, losses in runs.items():
         difference = smooth(losses) / expected - 1
         largest[name] = difference.abs().max().item()
-        print(f"{name}: largest {largest[name]:.2e}, at the end {difference[-1]:+.2e}")
-    assert 0 < largest["perturbed"] < 0.02  # weights of the embedding changed by 1e-6
+        overall[name] = abs(losses.mean() / losses_of_float32.mean() - 1).item()
+        print(f"{name}: largest {largest[name]:.2e}, of all steps {overall[name]:.2e}")
+    assert 0 < overall["perturbed"] < 0.003  # weights of the embedding changed by 1e-6
+    assert max(overall.values()) < 0.015
     assert max(largest.values()) < 0.04

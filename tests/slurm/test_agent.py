@@ -22,11 +22,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are f
 def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(ranks, number, monkeypatch):
     def body(report):
         def torchrun(arguments):
-            started = [subprocess.Popen(["sleep", "5"]) for _ in range(ranks)]
+            started = [subprocess.Popen(["sleep", "20"]) for _ in range(ranks)]
             os.write(report, b".")
             if not ranks:
                 time.sleep(5)
-            os._exit(100 + sum(rank.wait() == -number for rank in started))
+            # With a timeout, wait() polls, as torchrun does. Without one it blocks in waitpid, and
+            # Python runs no handler of a signal that came just before, until the rank ends itself.
+            os._exit(100 + sum(rank.wait(timeout=30) == -number for rank in started))
 
         monkeypatch.setattr(agent.run, "main", torchrun)
         agent.main([])

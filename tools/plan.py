@@ -47,6 +47,8 @@ from runtime.processes import launched_world_size
 from runtime.progress import counted
 from tools.common.arguments import parser_for, refuse_folder, run_command
 from tools.common.plan_memory import print_memory
+from tools.common.plan_page.page import plan_page
+from tools.common.plan_page.plans import Plans
 from tools.common.plan_text import (
     PlanRow,
     alike,
@@ -142,6 +144,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="write the fastest plan as TOML for pretrain_gpt.py",
     )
     add("--json", action="store_true", help="print JSON instead of the table")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with pictures of the plans; plans for twice the length and GPUs too",
+    )
+    add(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="with --html: show the profile in a run's folder beside the prediction of that run",
+    )
     return parser
 
 
@@ -158,6 +172,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     args, run_flags = build_parser().parse_known_args(argv)
     args.model = model
     refuse_folder("--write", args.write)
+    refuse_folder("--html", args.html)
     if model:
         config: Any = parsed(["--config", model, *run_flags])
     else:
@@ -203,7 +218,13 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
         flag = "--world-size" if args.world_size else "--profile"
         raise ConfigError(f"--fewest searches for the number of processes; do not pass {flag} too")
 
-    for name in ("write", "profile", "top"):
+    if args.measured and not args.html:
+        raise ConfigError(
+            f"--measured is {args.measured}, but the profile of a run is shown on a page; give "
+            "--html FILE, or leave out --measured"
+        )
+
+    for name in ("write", "profile", "top", "html"):
         if args.fits and getattr(args, name):
             raise ConfigError(
                 f"--{name} is for ranked plans, but --fits looks at one configuration; "
@@ -330,27 +351,47 @@ def plan(argv: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":  # is_first() needs the group, but profiling ended it
         return
 
-    if args.json:
-        _print_json(args, rows, ranking, cluster)
-    elif args.model:
+    name = ""
+    if args.model:
         file = Path(args.model)
         name = file.stem if file.resolve().parent == MODELS else args.model
-        print(answer(rows, parsed(["--config", args.model]), world_size, cluster, name))
+    plans = Plans(args, argv, config, world_size, cluster, ranking, rows, note, _ranked, name)
+    page = plan_page(plans) if args.html else ""
+    _print_plans(plans)
+
+    if args.write:
+        _write(args, args.write, write_toml(rows[0].candidate.config))
+    if args.html:
+        _write(args, args.html, page)
+
+
+def _print_plans(plans: Plans) -> None:
+    """Print the plans as JSON, as the answer for a named model, or as a table."""
+    args = plans.args
+    rows = plans.rows
+    cluster = plans.cluster
+    if args.json:
+        _print_json(args, rows, plans.ranking, cluster)
+    elif args.model:
+        config = parsed(["--config", args.model])
+        print(answer(rows, config, plans.world_size, cluster, plans.file))
     else:
         shown = rows[: args.top]
-        print(headline(world_size, cluster, config))
-        print(f"{discarded(ranking, cluster, args.top)}\n{note}".rstrip())
-        lines = [table(shown), *alike(shown), *optimizer_share(shown), *notes(config)]
+        print(headline(plans.world_size, cluster, plans.config))
+        print(f"{discarded(plans.ranking, cluster, args.top)}\n{plans.note}".rstrip())
+        lines = [table(shown), *alike(shown), *optimizer_share(shown), *notes(plans.config)]
         print("\n".join(lines))
         first = rows[0].candidate.prediction
         owner = f"a process of the first row{tightly(first.bytes, cluster)}"
         print(bars(first.memory, first.host, cluster, owner))
 
-    if args.write:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.write, write_toml(rows[0].candidate.config))
-        if not args.json:
-            print(f"written: {args.write}")
+
+def _write(args: argparse.Namespace, file: Path, text: str) -> None:
+    """Write a file, and say so unless the output is JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, text)
+    if not args.json:
+        print(f"written: {file}")
 
 
 def main(argv: list[str]) -> int:

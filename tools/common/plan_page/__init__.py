@@ -1,0 +1,1 @@
+"""Ranked plans as a page: pictures, tables and commands in one HTML file."""

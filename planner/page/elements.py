@@ -73,15 +73,15 @@ def element(tag: str, *children: Child, **attributes: object) -> Element:
     Attributes named ``class_`` or ``stroke_width`` become ``class`` and ``stroke-width``.
     """
     names = {name.rstrip("_").replace("_", "-"): str(value) for name, value in attributes.items()}
-    made = Element(tag, names)
+    node = Element(tag, names)
     for child in children:
         if isinstance(child, Element):
-            made.append(child)
-        elif len(made):
-            made[-1].tail = (made[-1].tail or "") + child
+            node.append(child)
+        elif len(node):
+            node[-1].tail = (node[-1].tail or "") + child
         else:
-            made.text = (made.text or "") + child
-    return made
+            node.text = (node.text or "") + child
+    return node
 
 
 def table(rows: Sequence[Sequence[Child]], name: str, words: Iterable[int] = (0,)) -> Element:

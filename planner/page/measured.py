@@ -33,6 +33,15 @@ class ProfileError(UserError):
 
 
 @dataclass(frozen=True)
+class ProfiledRun:
+    """A run with a profile: its folder, its configuration and the times of its ranks."""
+
+    folder: Path
+    config: Any
+    times: list[RankTimes]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The seconds of a rank by cause, predicted and measured."""
 
@@ -65,8 +74,9 @@ def read_profile(run: Path) -> list[RankTimes]:
                 raise ProfileError(f"{file}: {entry.name} of a rank is missing or wrong; {remedy}")
             values[entry.name] = value
         times.append(RankTimes(**values))
-    if not times:
-        raise ProfileError(f"{file}: has no rank; {remedy}")
+    ranks = [rank_times.rank for rank_times in times]
+    if not times or ranks != list(range(len(times))):
+        raise ProfileError(f"{file}: has ranks {ranks}, not 0, 1, 2, ...; {remedy}")
     return times
 
 
@@ -96,18 +106,21 @@ def _predicted(row: RankSpans) -> dict[str, float]:
     return seconds
 
 
-def measured_section(
-    times: Sequence[RankTimes], timeline: StepTimeline, run: str, cluster: str
-) -> list[Element]:
-    """Return the picture and the table of a run's predicted and measured seconds."""
+def measured_section(run: ProfiledRun, timeline: StepTimeline, cluster: str) -> list[Element]:
+    """Return the picture and the table of a run's predicted and measured seconds.
+
+    ``timeline`` is the prediction of the run's own configuration on the cluster of this name.
+    """
+    times = run.times
     compared = comparisons(times, timeline)
     slowest = max(times, key=lambda rank_times: rank_times.iteration).iteration
     predicted = timeline.prediction.time
     error = predicted / slowest - 1
+    comparison = "more" if error > 0 else "less"
     sentence = (
-        f"{run} took {duration(slowest)} an iteration on its slowest rank; predicted for {cluster} "
-        f"are {duration(predicted)}, {abs(error):.0%} {'more' if error > 0 else 'less'}. A profile "
-        "makes a run slower, and counts exposed copies to and from host memory under other."
+        f"{run.folder} took {duration(slowest)} an iteration on its slowest rank. Predicted for "
+        f"{cluster} are {duration(predicted)}, {abs(error):.0%} {comparison}. A profile makes a "
+        "run slower, and counts exposed copies to and from host memory under other."
     )
     shown = compared[:MAX_RANKS]
     if len(compared) > MAX_RANKS:

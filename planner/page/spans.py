@@ -100,7 +100,7 @@ def step_timeline(
     micro_batches = step.work.micro_batches
     rows = []
     turn = 0.0
-    for computing, places in _alike(step.computing_of_places(), step, tolerance):
+    for computing, group in _alike(step.computing_of_places(), step, tolerance):
         passes = step.passes(computing)
         turn = passes.seconds("forward") + passes.seconds("backward")
         starts = pass_starts(
@@ -112,7 +112,7 @@ def step_timeline(
         )
         for stage in range(stages):
             spans, hidden = _spans(step, passes, starts[stage])
-            rows.append(RankSpans(stage, _ranks(step, stage, places), spans, hidden))
+            rows.append(RankSpans(stage, _ranks(step, stage, group), spans, hidden))
 
     rows.sort(key=lambda row: row.ranks)
     return StepTimeline(
@@ -145,24 +145,24 @@ def _alike(
     busiest_first = sorted(range(len(computing)), key=lambda place: -sum(computing[place]))
     for place in busiest_first:
         seconds = sum(computing[place])
-        for highest, places in groups.items():
+        for highest, group in groups.items():
             if highest - seconds <= unit:
-                places.append(place)
+                group.append(place)
                 break
         else:
             groups[seconds] = [place]
-    for places in groups.values():
-        yield computing[places[0]], places
+    for group in groups.values():
+        yield computing[group[0]], group
 
 
-def _ranks(step: Step, stage: int, places: Sequence[int]) -> tuple[int, ...]:
-    """Return the global ranks of a stage at these places: the mesh is pp x dp x cp x tp."""
+def _ranks(step: Step, stage: int, group: Sequence[int]) -> tuple[int, ...]:
+    """Return the global ranks of a stage at a group of places: the mesh is pp x dp x cp x tp."""
     arrangement = step.arrangement
     size = step.plan.size
     ranks: list[int] = []
     for copy in range(arrangement.dp):
         for position in range(size):
-            if step.plan.geometry.place(position) not in places:
+            if step.plan.geometry.place(position) not in group:
                 continue
             first = ((stage * arrangement.dp + copy) * size + position) * arrangement.tp
             ranks += range(first, first + arrangement.tp)

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from planner.cluster import Cluster
 from planner.search import Ranking
 from tools.common.plan_text import OTHERS, PlanRow
+from train.config.flags import MODELS
 
 RankPlans = Callable[[argparse.Namespace, Any, int, Cluster], tuple[Ranking, str]]
 """The search of tools.plan: returns the ranked candidates of a configuration, and a note."""
@@ -15,12 +17,14 @@ RankPlans = Callable[[argparse.Namespace, Any, int, Cluster], tuple[Ranking, str
 
 @dataclass(frozen=True)
 class Plans:
-    """What tools.plan found: the rows of its table and the question that they answer."""
+    """Rows of a plan's table, and the question that they answer."""
 
     args: argparse.Namespace
     argv: list[str]
     """The command line of tools.plan."""
     config: Any
+    base: Any
+    """Configuration of a named model's file; None if the flags are those of a run."""
     world_size: int
     cluster: Cluster
     ranking: Ranking
@@ -28,8 +32,12 @@ class Plans:
     note: str
     """A note on the ranking; empty if there is none."""
     rank_plans: RankPlans
-    file: str
-    """The named model, as its command names it; empty if the flags are those of a run."""
+
+    @property
+    def file(self) -> str:
+        """Return the named model as --config names it."""
+        file = Path(self.args.model)
+        return file.stem if file.resolve().parent == MODELS else str(self.args.model)
 
     @property
     def shown(self) -> list[PlanRow]:

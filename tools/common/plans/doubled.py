@@ -8,8 +8,8 @@ from planner.levers import described
 from planner.page.elements import Child, element, table
 from planner.search import nothing_left
 from runtime.progress import amount, duration
-from tools.common.plan_page.plans import Plans
 from tools.common.plan_text import PlanRow
+from tools.common.plans.ranked import Plans
 
 
 def doubled_section(plans: Plans) -> list[Element]:

@@ -10,7 +10,7 @@ from planner.cluster import Cluster
 from planner.dry_run import tightly, with_files
 from planner.levers import described
 from planner.page.elements import document, element, table
-from planner.page.measured import ProfileError, measured_section, read_profile
+from planner.page.measured import ProfiledRun, measured_section
 from planner.page.memory_bars import MemoryRow, memory_section
 from planner.page.origins import origins
 from planner.page.report import NO_GPU, commands, figures, file_of, section, shown_path
@@ -19,8 +19,6 @@ from planner.page.step_picture import step_section
 from planner.search import weigh
 from planner.workload import known_documents, typical_documents
 from runtime.progress import amount, counted, duration
-from tools.common.plan_page.doubled import doubled_section
-from tools.common.plan_page.plans import Plans
 from tools.common.plan_text import (
     alike,
     command,
@@ -30,7 +28,8 @@ from tools.common.plan_text import (
     sources,
     table_cells,
 )
-from tools.fit import parsed
+from tools.common.plans.doubled import doubled_section
+from tools.common.plans.ranked import Plans
 from train.config.derive import with_joined_ranks
 
 COUNTED = (
@@ -44,8 +43,6 @@ def plan_page(plans: Plans) -> str:
 
     The plans for twice the length and twice the GPUs are searched anew, which takes as long as the
     search for the plans themselves.
-
-    Raises UserError if --measured names a run without a profile.
     """
     first = plans.rows[0].candidate
     cluster = plans.cluster
@@ -128,20 +125,14 @@ def _steps(plans: Plans) -> list[Element]:
 
 def _measured_sections(plans: Plans) -> list[Element]:
     """Return the section on the run that --measured names, in a list; an empty list without it."""
-    run: Path | None = plans.args.measured
+    run: ProfiledRun | None = plans.args.run
     if run is None:
         return []
-    times = read_profile(run)
-    file = run / "config.toml"
-    if not file.is_file():
-        raise ProfileError(
-            f"{file}: does not exist; give the folder of a run, with its config.toml"
-        )
-    world_size = len(times)
-    config = with_joined_ranks(parsed(["--config", str(file)]), world_size)
+    world_size = len(run.times)
+    config = with_joined_ranks(run.config, world_size)
     estimate = weigh(config, world_size, plans.cluster, known_documents(config))
     timeline = step_timeline(estimate, plans.cluster)
-    children = measured_section(times, timeline, str(run), plans.cluster.name)
+    children = measured_section(run, timeline, plans.cluster.name)
     children.insert(0, element("p", f"{counted(world_size, 'process')}: {described(config)}"))
     return [section("Predicted and measured", children)]
 
@@ -169,8 +160,7 @@ def _commands(plans: Plans) -> Sequence[tuple[str, str]]:
     best = plans.rows[0].candidate.config
     again = ("Make this page again:", f"python -m tools.plan {shlex.join(plans.argv)}")
     if plans.args.model:
-        base = parsed(["--config", plans.args.model])
-        lines = command(best, base, plans.world_size, plans.cluster, plans.file)
+        lines = command(best, plans.base, plans.world_size, plans.cluster, plans.file)
         return [("Start plan 1:", _joined(lines)), again]
 
     written = plans.args.write or Path("plan.toml")

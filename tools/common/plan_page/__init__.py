@@ -1,1 +1,0 @@
-"""Ranked plans as a page: pictures, tables and commands in one HTML file."""

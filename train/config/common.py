@@ -1,9 +1,9 @@
 """The configuration sections that both entry scripts share."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -106,7 +106,7 @@ class DryRunConfig:
                 f"dry_run_html is {self.dry_run_html}, but dry_run is not set, and the page shows "
                 "its predictions; add --dry-run, or leave out --dry-run-html"
             )
-        if self.dry_run_html is not None and Path(self.dry_run_html).is_dir():
+        if self.dry_run_html is not None and os.path.isdir(self.dry_run_html):
             raise ConfigError(
                 f"dry_run_html is {self.dry_run_html}, but that is a folder; give a file"
             )

@@ -135,22 +135,20 @@ def test_a_pipeline_shows_its_stages_and_their_waits(tmp_path, capsys):
             assert page.texts.count(f"{direction}{number}") >= 4, "once on each stage"
 
 
-def test_nothing_that_fits_is_said_with_the_reason(tmp_path, capsys):
-    argv = ["--config", "llama3_8b", "--cluster", "h100", "--world-size", "1", "--bf16"]
-    argv += ["--vocab-size", "128256", "--all", "--top", "1", "--optimizer-cpu-offload"]
-    page = page_of(tmp_path / "plan.html", *argv, "--seq-length", "300000")
-    capsys.readouterr()
+def test_if_nothing_fits_the_reason_is_on_the_page(tmp_path, capsys):
+    argv = (*MODEL[:-2], *A100, "--longest", "--world-size", "2", "--json")
+    page = page_of(tmp_path / "plan.html", *argv)
+    check_numbers(page, json.loads(capsys.readouterr().out)["rows"])
     plans = {row[0]: row[1:] for row in page.tables["doubled"][1:]}["plan"]
-    assert plans[1].startswith(("nothing fits: memory_gb", "nothing fits: host_memory_gb"))
-    assert not plans[2].startswith("nothing fits")
+    assert plans[1].startswith("nothing fits: memory_gb of WallFacer's A100, 8 x 4 is 40, but ")
+    assert not any(plan.startswith("nothing fits") for plan in (plans[0], plans[2]))
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         ("--all", "--world-size", "2"),
-        pytest.param(("--longest", "--world-size", "2"), marks=pytest.mark.slow),
-        pytest.param(("--fewest",), marks=pytest.mark.slow),
+        ("--fewest",),
         ("--reset-attention-mask", "--document-lengths", "300", "2000"),
     ],
 )

@@ -10,7 +10,7 @@ from planner.cluster import CLUSTERS, Cluster, cluster_file, load_cluster
 from planner.page.elements import Child, document, element
 from planner.page.memory_bars import MemoryRow, memory_section
 from planner.page.origins import origins
-from planner.page.spans import step_timeline
+from planner.page.spans import drawn_timeline
 from planner.page.step_picture import step_section
 from planner.recorder import CAUSES, Rehearsal
 from planner.search import weigh
@@ -99,7 +99,7 @@ def dry_run_page(
     cluster = run.cluster
     rehearsals = run.rehearsals
     world_size = run.world_size
-    timeline = step_timeline(weigh(config, world_size, cluster, cu_seqlens), cluster)
+    timeline = drawn_timeline(weigh(config, world_size, cluster, cu_seqlens), cluster)
     prediction = timeline.prediction
     busiest = max(rehearsals, key=lambda rehearsal: rehearsal.bytes)
     rows = []

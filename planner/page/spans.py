@@ -28,8 +28,10 @@ from planner.page.pipeline import PassStart, pass_starts
 from planner.search import MemoryEstimate
 from planner.step_cost import Prediction, data_seconds
 
-ALIKE = 1e-3
-"""Ranks that compute attention alike, to this share of its seconds, are drawn as one."""
+TOLERANCES = (1e-3, 1e-2, 1e-1, 1.0)
+"""Tolerances to try for a picture, until it has few rows."""
+MAX_ROWS = 32
+"""Number of rows that is few for a picture."""
 BUBBLE = "wait for other stages"
 
 
@@ -74,6 +76,8 @@ class StepTimeline:
     micro_batches: int
     stages: int
     schedule: str
+    tolerance: float
+    """Largest relative difference of the seconds in which ranks of a row compute attention."""
     hidden: Mapping[str, float]
     """Seconds of sends and copies that computing hides, keyed by the prediction's causes."""
 
@@ -83,8 +87,20 @@ class StepTimeline:
         return (self.stages - 1) * self.turn
 
 
+def drawn_timeline(estimate: MemoryEstimate, cluster: Cluster) -> StepTimeline:
+    """Return ``step_timeline`` with the smallest tolerance that gives few rows.
+
+    There are at least as many rows as stages.
+    """
+    for tolerance in TOLERANCES[:-1]:
+        timeline = step_timeline(estimate, cluster, tolerance)
+        if len(timeline.rows) <= max(MAX_ROWS, timeline.stages):
+            return timeline
+    return step_timeline(estimate, cluster, TOLERANCES[-1])
+
+
 def step_timeline(
-    estimate: MemoryEstimate, cluster: Cluster, tolerance: float = ALIKE
+    estimate: MemoryEstimate, cluster: Cluster, tolerance: float = TOLERANCES[0]
 ) -> StepTimeline:
     """Lay out the predicted step of a configuration.
 
@@ -122,6 +138,7 @@ def step_timeline(
         micro_batches,
         stages,
         arrangement.pipeline.pipeline_schedule,
+        tolerance,
         _hidden_seconds(step, rows[0]),
     )
 

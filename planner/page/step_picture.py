@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 from xml.etree.ElementTree import Element
 
 from planner.page.elements import (
@@ -20,8 +21,11 @@ from runtime.progress import counted, duration
 
 MAX_CAUSES = 40
 """Maximum number of spans of a rank that are drawn by cause; if there are more, passes are."""
-MAX_PASSES = 90
-"""Maximum number of passes of a rank that are drawn; if there are more, runs of passes are."""
+MAX_PASSES = 1600
+"""Maximum number of passes of all rows that are drawn; if there are more, runs of passes are."""
+MAX_FOLDED_PASSES = 400
+"""The same in a folded part of the page, to keep the page small."""
+Detail = Literal["causes", "passes", "runs"]
 TEXT = 16
 BAR = 26
 STRIP = 8
@@ -61,28 +65,40 @@ class _Drawn:
     hint: str
 
 
-def step_section(timeline: StepTimeline, name: str) -> list[Element]:
-    """Return the picture of a step, its explanation, and a table of its seconds by cause.
+def step_section(timeline: StepTimeline, name: str, max_passes: int = MAX_PASSES) -> list[Element]:
+    """Return the picture of a step, its explanation, and tables of its seconds.
 
     Args:
         name: a word that makes the ids of the tables unique on the page.
+        max_passes: maximum number of passes to draw.
     """
-    by_row = [_drawn(row.spans) for row in timeline.rows]
-    is_by_cause = all(len(row.spans) <= MAX_CAUSES for row in timeline.rows)
-    fills = [drawn.fill for row in by_row for drawn in row]
-    step = timeline.prediction.time
+    detail = _detail(timeline, max_passes)
+    fills = []
     rows = []
-    for row, drawn in zip(timeline.rows, by_row, strict=True):
-        hidden = _hidden(row.hidden) if is_by_cause else []
+    for row in timeline.rows:
+        drawn = _drawn(row.spans, detail)
+        hidden = _hidden(row.hidden) if detail == "causes" else []
         rows.append((_name(row, timeline), drawn, hidden))
-        fills += [strip.fill for strip in hidden]
-    sections = [_rows(rows, step, "A step of every rank, predicted"), legend(fills)]
-    sections.append(element("p", _explained(timeline, is_by_cause), class_="note"))
-    if not is_by_cause:
+        fills += [span.fill for span in [*drawn, *hidden]]
+    sections = [
+        _rows(rows, timeline.prediction.time, "A step of every rank, predicted"),
+        legend(fills),
+        element("p", _explained(timeline, detail), class_="note"),
+    ]
+    if detail != "causes":
         sections += _one_micro_batch(timeline)
     sections.append(_table(timeline, f"step-{name}"))
     sections.append(_table_of_ranks(timeline, f"ranks-{name}"))
     return sections
+
+
+def _detail(timeline: StepTimeline, max_passes: int) -> Detail:
+    """Return what is drawn of a step: causes if there are few, else passes, else runs of passes."""
+    if all(len(row.spans) <= MAX_CAUSES for row in timeline.rows):
+        return "causes"
+    if 2 * timeline.micro_batches * len(timeline.rows) <= max_passes:
+        return "passes"
+    return "runs"
 
 
 def _name(row: RankSpans, timeline: StepTimeline) -> str:
@@ -107,14 +123,15 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(words)
 
 
-def _drawn(spans: Sequence[Span]) -> list[_Drawn]:
-    """Return the drawn spans: causes if there are few, else passes, else runs of passes."""
-    if len(spans) <= MAX_CAUSES:
+def _drawn(spans: Sequence[Span], detail: Detail) -> list[_Drawn]:
+    """Return the drawn spans of a row."""
+    if detail == "causes":
         return [_of_cause(span) for span in spans]
-    passes = _merged(spans, lambda span: (span.direction, span.micro_batch))
-    if len(passes) <= MAX_PASSES:
-        return [_of_passes(group) for group in passes]
-    return [_of_passes(group) for group in _merged(spans, lambda span: (span.direction == "",))]
+    if detail == "passes":
+        groups = _merged(spans, lambda span: (span.direction, span.micro_batch))
+    else:
+        groups = _merged(spans, lambda span: span.direction == "")
+    return [_of_passes(group) for group in groups]
 
 
 def _merged(spans: Sequence[Span], key: Callable[[Span], object]) -> list[list[Span]]:
@@ -234,23 +251,25 @@ def _one_micro_batch(timeline: StepTimeline) -> list[Element]:
         drawn = [_of_cause(span) for span in moved]
         strips = _hidden(hidden)
         fills += [span.fill for span in [*drawn, *strips]]
-        rows.append((ranges(row.ranks), drawn, strips))
+        rows.append((_name(row, timeline), drawn, strips))
     title = "One micro-batch on a rank: its forward pass, then its backward pass"
     return [element("h3", title), _rows(rows, timeline.turn, title), legend(fills)]
 
 
-def _explained(timeline: StepTimeline, is_by_cause: bool) -> str:
+def _explained(timeline: StepTimeline, detail: Detail) -> str:
     """Return sentences on how to read the picture."""
     sentences = [
         f"A step takes {duration(timeline.prediction.time)}; the spans of a rank add up to it."
     ]
-    if is_by_cause:
+    if detail == "causes":
         sentences.append(
             "A pass lists its causes one after another, summed over its layers; in a run the "
             "layers alternate."
         )
-    else:
+    elif detail == "passes":
         sentences.append("F0 is the forward pass of micro-batch 0, and B0 its backward pass.")
+    else:
+        sentences.append("Passes that follow each other without a wait are drawn as one.")
     if any(row.hidden for row in timeline.rows):
         sentences.append(
             "Strips below a row are sends and copies that run while the rank computes: they cost "
@@ -274,6 +293,11 @@ def _explained(timeline: StepTimeline, is_by_cause: bool) -> str:
     if len(timeline.rows) == timeline.stages:
         group = "ranks" if timeline.stages == 1 else "ranks of a stage"
         sentences.append(f"All {group} are predicted to spend the step alike.")
+    else:
+        sentences.append(
+            f"Ranks of one row compute attention for times that differ by at most "
+            f"{timeline.tolerance:.1%}; the row is the busiest's."
+        )
     return " ".join(sentences)
 
 

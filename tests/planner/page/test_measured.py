@@ -78,10 +78,10 @@ def test_a_cluster_is_found_again_by_its_numbers_or_by_its_name(tmp_path):
     h100 = load_cluster("h100")
     assert shown_path(file_of(h100, None)) == "configs/clusters/h100_pod.toml"
     assert shown_path(file_of(h100, "h100")) == "configs/clusters/h100_pod.toml"
-    own = tmp_path / "own.toml"
-    own.write_text(file_of(h100, "h100").read_text().replace("= 989 ", "= 988 "))
-    assert file_of(load_cluster(own), None) is None
-    assert shown_path(file_of(load_cluster(own), str(own))) == str(own)
+    copied = tmp_path / "own.toml"
+    copied.write_text(file_of(h100, "h100").read_text().replace("= 989 ", "= 988 "))
+    assert file_of(load_cluster(copied), None) is None
+    assert shown_path(file_of(load_cluster(copied), str(copied))) == str(copied)
 
 
 def test_a_dry_run_writes_its_table_and_its_step_as_a_page(tmp_path, capsys):

@@ -9,7 +9,7 @@ from parallel.pipeline.stages import PipelineConfig
 from planner.cluster import load_cluster
 from planner.page.passes import SENDS, SLOWER, Step
 from planner.page.pipeline import pass_starts
-from planner.page.spans import BUBBLE, step_timeline
+from planner.page.spans import BUBBLE, drawn_timeline, step_timeline
 from planner.search import candidates_of, weigh
 from planner.workload import typical_documents
 from tools.fit import parsed
@@ -220,6 +220,21 @@ def test_ranks_that_differ_little_are_one_row_with_the_busiest_rank():
         for row in (*apart, *together)
     ]
     assert computing[-1] == max(computing[:-1], key=sum)
+
+
+def test_a_picture_has_few_rows_even_if_all_ranks_differ():
+    flags, _ = RUNS["packed"]
+    config = parsed(
+        flags.replace("--context-parallel-size 4", "--context-parallel-size 64").split()
+    )
+    config = config.updated(device="cuda")
+    estimate = weigh(config, 64, H100, typical_documents(config, (900, 60000, 4000)))
+    assert len(step_timeline(estimate, H100, tolerance=0).rows) > 32
+    timeline = drawn_timeline(estimate, H100)
+    assert 1 < len(timeline.rows) <= 32
+    assert timeline.tolerance in (1e-3, 1e-2, 1e-1)
+    for row in timeline.rows:
+        check_tiles(row.spans, timeline.prediction.time)
 
 
 def test_hidden_and_exposed_sends_are_all_transfers():

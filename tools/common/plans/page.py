@@ -14,8 +14,8 @@ from planner.page.measured import ProfiledRun, measured_section
 from planner.page.memory_bars import MemoryRow, memory_section
 from planner.page.origins import origins
 from planner.page.report import NO_GPU, commands, figures, file_of, section, shown_path
-from planner.page.spans import step_timeline
-from planner.page.step_picture import step_section
+from planner.page.spans import drawn_timeline, step_timeline
+from planner.page.step_picture import MAX_FOLDED_PASSES, MAX_PASSES, step_section
 from planner.search import weigh
 from planner.workload import known_documents, typical_documents
 from runtime.progress import amount, counted, duration
@@ -114,7 +114,9 @@ def _steps(plans: Plans) -> list[Element]:
         config = row.candidate.config
         documents = typical_documents(config, lengths)
         estimate = weigh(config, plans.world_size, plans.cluster, documents)
-        parts = step_section(step_timeline(estimate, plans.cluster), str(number))
+        max_passes = MAX_PASSES if number == 1 else MAX_FOLDED_PASSES
+        timeline = drawn_timeline(estimate, plans.cluster)
+        parts = step_section(timeline, str(number), max_passes)
         name = f"Plan {number}: {described(config)}"
         if number == 1:
             elements += [element("h3", name), *parts]

@@ -267,7 +267,10 @@ def _explained(timeline: StepTimeline, detail: Detail) -> str:
             "layers alternate."
         )
     elif detail == "passes":
-        sentences.append("F0 is the forward pass of micro-batch 0, and B0 its backward pass.")
+        sentences.append(
+            "F0 is the forward pass of micro-batch 0, and B0 its backward pass; a bar without room "
+            "for this has only the number, or no text."
+        )
     else:
         sentences.append("Passes that follow each other without a wait are drawn as one.")
     if any(row.hidden for row in timeline.rows):

@@ -74,7 +74,7 @@ def test_what_training_does_without_is_an_extra_and_all_is_locked():
     ("target", "extras"),
     [
         ("dit", {"digits"}),
-        ("lock", {"dev", "peers", "ringmaster"}),
+        ("lock", {"dev", "docs", "peers", "ringmaster"}),
         ("model-peers", {"dev", "ringmaster"}),
     ],
 )

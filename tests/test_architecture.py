@@ -76,7 +76,7 @@ NODES = {
     "kernels": 46640,
     "parallel": 91212,
     "data": 51920,
-    "train": 71330,
+    "train": 71415,
     "planner": 47460,
     "runtime": 18100,
     "slurm": 4620,

@@ -82,9 +82,9 @@ NODES = {
     "slurm": 4620,
     "tools": 64810,
     "papers": 18900,
-    "bench": 21420,
+    "bench": 30650,
     "docs": 1680,
-    "tests": 441870,
+    "tests": 444660,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1606
+MOST_LINES_OF_RESULTS = 1740
 
 
 def row_of(names):

@@ -13,7 +13,7 @@ tokens on a rank, and the fastest counts. All is predicted; ``bench.link.documen
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,6 +37,7 @@ from planner.cluster import load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.step_shape import Arrangement
 from planner.workload import workload_of
+from runtime.errors import UserError
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import write_tables
@@ -93,7 +94,7 @@ def one_group(machine: Machine, kind: Kind, draw: int) -> tuple[Outcome, list[in
         if not machine.fits(cost.ring_plan(tokens // ranks, 1)):
             continue
         documents = kind.documents(np.random.default_rng(draw), tokens * count)
-        group_size(int(documents.max()), capacity, ranks)
+        group_size(int(documents.max()), tokens // ranks, ranks)
         batches = micro_batches(documents, tokens)
         plans = cost.plans_of(machine, batches)
         if all(map(machine.fits, plans)):
@@ -175,13 +176,17 @@ def outcomes(machine: Machine, kind: Kind, draw: int) -> dict[str, Outcome]:
 
 
 def rows_of(machine: Machine, kind: Kind, draws: int) -> list[Row]:
-    """Return a row for each way, with means over draws; empty if the documents do not fit."""
+    """Return a row for each way, with means over draws.
+
+    If the documents do not fit on the ranks, print why, and return no row.
+    """
     drawn: dict[str, list[Outcome]] = {}
     for draw in range(draws):
         try:
             for way, outcome in outcomes(machine, kind, draw).items():
                 drawn.setdefault(way, []).append(outcome)
-        except ScheduleError:
+        except ScheduleError as error:
+            print(f"{kind.title}, {machine.ranks} ranks: left out, {error}", flush=True)
             return []
 
     rows: list[Row] = []
@@ -243,10 +248,12 @@ def predictions(args: argparse.Namespace) -> Row:
     """Predict all settings of a command line, and print a line for each way."""
     kinds = load_kinds()
     steps: list[Row] = []
-    settings = [(None, ranks) for ranks in args.ranks]
-    settings += [(between, max(args.ranks)) for between in SLOW_GB_PER_S]
-    for between, ranks in settings:
-        machine = machine_of(args.cluster, ranks, between)
+    machines = []
+    for ranks in args.ranks:
+        machines.append(machine_of(args.cluster, ranks))
+    for between in SLOW_GB_PER_S:
+        machines.append(machine_of(args.cluster, max(args.ranks), between))
+    for machine in machines:
         for name in args.kinds:
             steps += rows_of(machine, kinds[name], args.draws)
     return {"steps": steps, "kinds": [kind_row(kinds[name]) for name in args.kinds]}
@@ -256,28 +263,30 @@ def predictions(args: argparse.Namespace) -> Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict, and print and write a report."""
     args = build_parser().parse_args(argv)
+    for ranks in args.ranks:
+        if ranks & (ranks - 1):
+            raise UserError(f"--ranks has {ranks}; groups halve, so give powers of two")
     title = "Documents of mixed lengths: one group of all ranks, and groups by length"
     result = {
         "benchmark": title,
         "model": MODEL,
         "cluster": args.cluster,
         "draws": args.draws,
-        "settings": {name: str(value) for name, value in asdict(SAVED).items() if name in SHOWN},
+        "strategy": SAVED.strategy,
+        "recompute": SAVED.recompute,
         "commit": commit_of(),
     }
     result |= predictions(args)
     setting = (
-        f"{MODEL}, {SAVED.strategy}, {SAVED.recompute}, attention by {KERNEL} where the cluster's "
-        f"file has its rate; means of {args.draws} draws, predicted; commit {result['commit']}"
+        f"Predicted. {MODEL}, {SAVED.strategy}, {SAVED.recompute}, attention by {KERNEL}; "
+        f"documents drawn for {args.draws} step(s); commit {result['commit']}"
     )
     text = "\n".join([f"# {title}", "", setting + ".", *markdown(result), ""])
     print("\n" + text)
     if args.results:
-        path = write_tables(args.results / "documents", result, text)
+        path = write_tables(args.results / "documents.jsonl", result, text)
         print(f"wrote {path} and its .jsonl")
 
-
-SHOWN = ("strategy", "recompute", "loss_chunk", "ffn_chunk")
 
 if __name__ == "__main__":
     run_command(main)

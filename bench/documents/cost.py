@@ -28,8 +28,8 @@ from planner.step_shape import Arrangement, StepShape
 
 ROOM = 0.9
 """Share of the memory that a step may take, as in the planner."""
-CAPACITIES = tuple(1 << power for power in range(18, 9, -1))
-"""Numbers of tokens on a rank to try, the most first."""
+CAPACITIES = (262144, 131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024)
+"""Numbers of tokens on a rank to try, the largest first."""
 
 
 class Sent(NamedTuple):
@@ -117,9 +117,11 @@ class Machine:
     @cached_property
     def group_capacity(self) -> int:
         """Maximum number of tokens on a rank of any group that fit into the memory."""
-        sizes = [1 << power for power in range(self.ranks.bit_length())]
         for capacity in CAPACITIES:
-            if all(self.fits(ring_plan(capacity, size)) for size in sizes):
+            size = 1
+            while size <= self.ranks and self.fits(ring_plan(capacity, size)):
+                size *= 2
+            if size > self.ranks:
                 return capacity
         return 0
 
@@ -196,19 +198,26 @@ def group_a_node(
     per_node = machine.cluster.gpus_per_node
     node = replace(machine, ranks=per_node)
     plans = plans_of(node, batches)
-    parts = [one_group(node, [plan]) for plan in plans]
+    parts = []
+    for plan in plans:
+        parts.append(one_group(node, [plan]))
     if by_work:
         parts.sort(key=lambda part: -part.seconds)
+
     ready = np.zeros(machine.ranks // per_node)
+    computing = 0.0
+    inside = 0.0
     for number, part in enumerate(parts):
         index = int(ready.argmin()) if by_work else number % len(ready)
         ready[index] += part.seconds
+        computing += part.computing
+        inside += part.sent.inside
     return Outcome(
         name=name,
         capacity=parts[0].capacity,
         seconds=float(ready.max()),
-        computing=sum(part.computing for part in parts) / len(ready),
-        sent=Sent(sum(part.sent.inside for part in parts) / len(ready), 0.0),
+        computing=computing / len(ready),
+        sent=Sent(inside / len(ready), 0.0),
         memory=max(map(machine.memory, plans)),
         sizes=(per_node,),
     )
@@ -219,14 +228,19 @@ def most_launches(plan: Plan) -> int:
 
     Small tiles of a round share one launch for each of the two kinds; a larger tile has its own.
     """
-    most = 0
+    max_launches = 0
     for rank in range(plan.size):
         launches = 0
         for step in plan.schedule(rank):
-            small = {tile.kind == FULL for tile in step.tiles if tile.pairs <= SMALL}
-            launches += len(small) + sum(tile.pairs > SMALL for tile in step.tiles)
-        most = max(most, launches)
-    return most
+            small_kinds = set()
+            for tile in step.tiles:
+                if tile.pairs <= SMALL:
+                    small_kinds.add(tile.kind == FULL)
+                else:
+                    launches += 1
+            launches += len(small_kinds)
+        max_launches = max(max_launches, launches)
+    return max_launches
 
 
 def pairs_of(turn: Turn) -> float:
@@ -311,6 +325,5 @@ def grouped(machine: Machine, name: str, waves: Waves, capacity: int) -> Outcome
 
 def _crossing_share(machine: Machine, turn: Turn) -> float:
     """Return the share of a ring's ranks whose next rank is on another node."""
-    nodes = [machine.node_of(rank) for rank in turn.ranks]
-    following = nodes[1:] + nodes[:1]
-    return sum(a != b for a, b in zip(nodes, following, strict=True)) / turn.size
+    nodes = np.array(turn.ranks) // machine.cluster.gpus_per_node
+    return float(np.count_nonzero(nodes != np.roll(nodes, -1))) / turn.size

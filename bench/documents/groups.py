@@ -84,8 +84,7 @@ def longest_first(lengths: Sequence[int], ranks: int, capacity: int, seconds: Se
 
     def place(length: int, first: int, size: int) -> None:
         members = range(first, first + size)
-        start = max(ready[rank] for rank in members)
-        end = start + seconds(Turn(first, size, (length,)))
+        end = max(ready[first : first + size]) + seconds(Turn(first, size, (length,)))
         for rank in members:
             ready[rank] = end
         pieces = open_turns.setdefault((first, size), [])
@@ -102,8 +101,8 @@ def longest_first(lengths: Sequence[int], ranks: int, capacity: int, seconds: Se
             continue
         blocks = range(0, ranks - size + 1, size)
         place(length, min(blocks, key=lambda b: max(ready[b : b + size])), size)
-    wide = [Turn(first, size, tuple(pieces)) for (first, size), pieces in open_turns.items()]
-    turns += wide
+    for (first, size), pieces in open_turns.items():
+        turns.append(Turn(first, size, tuple(pieces)))
     turns.sort(key=lambda turn: -turn.size)
     return [turns + _on_single_ranks(single, ready, capacity, seconds)]
 
@@ -127,7 +126,7 @@ def _on_single_ranks(
 
 
 class _Group(NamedTuple):
-    """What Megatron's scheduler asks of a process group."""
+    """A group in the terms that Megatron's scheduler uses."""
 
     num_ranks: int
 

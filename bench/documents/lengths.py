@@ -6,7 +6,6 @@ distributions that were fitted where only percentiles are published.
 
 import tomllib
 from dataclasses import dataclass
-from itertools import pairwise
 from math import log
 from pathlib import Path
 from statistics import NormalDist
@@ -92,10 +91,11 @@ class Kind:
 
 def log_normal(tail: list[list[float]]) -> tuple[float, float]:
     """Return mean and deviation of the logarithm for two ``[length, percent longer]``."""
-    scores = [NormalDist().inv_cdf(1 - percent / 100) for _, percent in tail]
-    logarithms = [log(length) for length, _ in tail]
-    deviation = (logarithms[1] - logarithms[0]) / (scores[1] - scores[0])
-    return logarithms[0] - scores[0] * deviation, deviation
+    (near, near_percent), (far, far_percent) = tail
+    near_score = NormalDist().inv_cdf(1 - near_percent / 100)
+    far_score = NormalDist().inv_cdf(1 - far_percent / 100)
+    deviation = log(far / near) / (far_score - near_score)
+    return log(near) - near_score * deviation, deviation
 
 
 def _part(values: dict[str, Any]) -> Part:
@@ -126,9 +126,11 @@ def micro_batches(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """
     count = int(lengths.sum()) // capacity
     items, bounds = by_bin(best_fit_decreasing(lengths, capacity))
-    bins = [lengths[items[first:end]] for first, end in pairwise(bounds)]
+    bins = np.split(lengths[items], bounds[1:-1])
     bins.sort(key=lambda members: -int(members.sum()))
-    spare = [int(length) for members in bins[count:] for length in members]
+    spare = []
+    for members in bins[count:]:
+        spare += members.tolist()
     filled = []
     for members in bins[:count]:
         pieces = members.tolist()

@@ -65,7 +65,7 @@ def _table(rows: Sequence[dict[str, Row]], *, times: bool) -> list[str]:
         def figure(setting: dict[str, Row]) -> str:
             if way not in setting:
                 return ""
-            return f"{setting[way]['step']:.2f}" if times else _details(setting[way])
+            return f"{setting[way]['step']:#.4g}" if times else _details(setting[way])
 
         return figure
 

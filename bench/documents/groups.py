@@ -16,6 +16,7 @@ Three schedulers place documents in groups:
   the order of the data (Megatron's ``DpBalancedScheduler``, the baseline of published speedups).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
@@ -142,8 +143,10 @@ def megatron(lengths: Sequence[int], ranks: int, capacity: int) -> Waves:
 
     Raises ScheduleError if a document does not fit, or the scheduler's own assertions fail.
     """
-    # The import takes ten seconds.
-    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+    # The import takes ten seconds, and warns of packages for GPUs.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     group_size(max(lengths), capacity, ranks)
     scheduler = BalancedCPScheduler(capacity, _Group(ranks))

@@ -58,7 +58,7 @@ class DrawnShape(MaskedShape):
         return (0, *np.cumsum(self.lengths).tolist())
 
 
-def shape_of(longest: int, num_ranks: int, **sizes: int) -> DrawnShape:
+def shape_of(longest: int, num_ranks: int, **sizes: Any) -> DrawnShape:
     """Return the shape with documents of chats, cut at ``longest`` times a rank's tokens.
 
     ``sizes`` are ``seq_length``, ``num_heads`` and ``head_dim``.
@@ -137,13 +137,19 @@ def take_turns(
             members = part.turn.ranks
             if len(members) > 1 and members not in groups:
                 groups[members] = dist.new_group(list(members))
-        own_turns = []
+        local_turns = []
         for part in turns:
             if rank in part.turn.ranks:
-                own_turns.append(_turn_step(work, part, groups.get(part.turn.ranks)))
+                local_turns.append(_turn_step(work, part, groups.get(part.turn.ranks)))
+
+        # A rank without a turn has no tokens, but takes part in the sum of fingerprints.
+        q, k, v, _ = work.tensors()
+        no_tokens = [q[:, :0], q[:, :0], k[:, :0], v[:, :0]]
 
         def step() -> list[Tensor]:
-            results = [run() for run in own_turns]
+            results = [no_tokens]
+            for run in local_turns:
+                results.append(run())
             return [torch.cat(tensors, 1) for tensors in zip(*results, strict=True)]
 
         ranks.run_steps(pipe, group, steps, step, GROUPS, truth)

@@ -82,7 +82,7 @@ NODES = {
     "slurm": 4620,
     "tools": 64810,
     "papers": 18900,
-    "bench": 30650,
+    "bench": 30720,
     "docs": 1680,
     "tests": 444660,
 }

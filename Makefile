@@ -3,7 +3,7 @@
 # Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
 #   RUN     folder of the run, by default runs/ and the name of CONFIG            ARGS  more flags for the program
 #   CONFIG  TOML file of `make pretrain`            NPROC its processes; default 4 on a CPU, one for each GPU (at most 8)
-#   BENCH   program of `make bench`: attention, linear, memory or optimizers, and with root link or link.attention
+#   BENCH   program of `make bench`: attention, documents, linear, memory or optimizers, and with root link, link.attention or link.documents
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
 #   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, docs, dev, peers, ringmaster (targets that need one install it)
@@ -94,7 +94,7 @@ $(VENV)-docs/.longmesh-docs: pyproject.toml constraints.txt
 	  $(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -r /dev/stdin
 	@touch $@
 
-bench: $(READY) ## Time the attention: every method on 2 processes, compared with one; BENCH=linear, memory, optimizers, link or link.attention runs another program
+bench: $(READY) ## Time the attention: every method on 2 processes, compared with one; BENCH=documents, linear, memory, optimizers, link, link.attention or link.documents runs another program
 	$(PY) -m bench.$(BENCH) $(ARGS)
 peers: $(call extra,peers) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
 	$(PY) -m bench.peers --results bench/results $(ARGS)

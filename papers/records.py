@@ -9,6 +9,7 @@ rule: there each recipe of scales is apart, and all rows in bfloat16 are held ou
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from statistics import median
 from typing import Any
@@ -39,6 +40,7 @@ adam`` in the column ``beside``."""
 COMPUTED_AGAIN = 0.5
 """Share of a layer's matmuls that torchtitan's selective recomputation repeats; applies to rows
 with ``per op`` in the column ``beside``."""
+CONTEXT_PARALLEL = "--context-parallel-size"
 STAGES = 4
 """Number of stages in which UPipe exchanges heads: each of 8 ranks has 4 of Llama 3's 32 query
 heads, and each stage exchanges one."""
@@ -111,10 +113,10 @@ def prediction(row: dict[str, str]) -> tuple[float, float]:
 
 
 @lru_cache
-def runs() -> tuple[TableRow, ...]:
-    """Return every row of tables/public_runs.csv with its prediction."""
+def runs(name: str = "public_runs") -> tuple[TableRow, ...]:
+    """Return every row of a table of published runs with its prediction."""
     table = []
-    for row in rows.published("public_runs"):
+    for row in rows.published(name):
         labels: dict[str, str | int] = {
             "half": row["half"],
             "source": row["source"].split("/")[2],
@@ -132,6 +134,21 @@ def runs() -> tuple[TableRow, ...]:
         predictions = {"seconds": float(f"{seconds:.4g}"), "gb": round(memory, 1)}
         table.append(TableRow(labels, figures, predictions, "any"))
     return tuple(table)
+
+
+def float8_runs() -> list[TableRow]:
+    """Return every row of tables/float8_runs.csv with its prediction, recipe and cp."""
+    table = []
+    for row, run in zip(rows.published("float8_runs"), runs("float8_runs"), strict=True):
+        words = row["flags"].split()
+        matmuls = "bfloat16"
+        if "--fp8-format" in words:
+            matmuls = "rowwise" if "--fp8-recipe" in words else "tensorwise"
+        cp = 1
+        if CONTEXT_PARALLEL in words:
+            cp = int(words[words.index(CONTEXT_PARALLEL) + 1])
+        table.append(replace(run, labels={**run.labels, "matmuls": matmuls, "cp": cp}))
+    return table
 
 
 def errors(table: Sequence[TableRow], half: str, **labels: str) -> list[float]:
@@ -157,11 +174,23 @@ def summary(table: Sequence[TableRow]) -> str:
     return "; ".join(sentences)
 
 
+def float8_summary(table: Sequence[TableRow]) -> str:
+    """Return a line without context parallelism and one with it, as ``summary`` does."""
+    lines = []
+    for title, members in (
+        ("cp 1", [row for row in table if row.labels["cp"] == 1]),
+        ("cp 2 to 8", [row for row in table if row.labels["cp"] != 1]),
+    ):
+        lines.append(f"{title}: {summary(members)}")
+    return "\n".join(lines)
+
+
 TABLES: rows.TableFunctions = {
     "public": runs,
+    "float8": float8_runs,
     "upipe": supported,
 }
-main = partial(rows.main, "records", TABLES, __doc__, public=summary)
+main = partial(rows.main, "records", TABLES, __doc__, public=summary, float8=float8_summary)
 
 if __name__ == "__main__":
     run_command(main)

@@ -14,7 +14,7 @@ from tools.common.arguments import run_command
 from train.optimizers.config import OptimizerConfig
 
 LATENTS = (4, 32, 32)
-"""Channels, height and width of the latents of 256 x 256 images, for which DiT's sizes are given."""
+"""Channels, height and width of the latents of 256 x 256 images, as DiT counts them."""
 CLASSES = 1000
 
 

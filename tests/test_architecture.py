@@ -73,18 +73,18 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NODES = {
     "entry": 340,
     "model": 44870,
-    "kernels": 46640,
-    "parallel": 91190,
+    "kernels": 46785,
+    "parallel": 91345,
     "data": 51920,
     "train": 71330,
-    "planner": 47460,
+    "planner": 47705,
     "runtime": 18100,
     "slurm": 4620,
     "tools": 64810,
-    "papers": 18900,
+    "papers": 21340,
     "bench": 21420,
     "docs": 1680,
-    "tests": 441870,
+    "tests": 444540,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1606
+MOST_LINES_OF_RESULTS = 1675
 
 
 def row_of(names):

@@ -173,14 +173,14 @@ def check_tiles(plan, moves):
 def test_a_block_with_a_visible_pair_is_computed_whole(kind, block):
     """Blocks of an ANTI tile begin at its last row and column, since it is a mirrored CAUSAL."""
     for side in (1, 2, 7, 16, 19):
-        seen = np.tril(np.ones((side, side), bool))
-        computed = np.zeros_like(seen)
+        visible_pairs = np.tril(np.ones((side, side), bool))
+        computed = np.zeros_like(visible_pairs)
         for row in range(0, side, block[0]):
             for column in range(0, side, block[1]):
                 part = slice(row, row + block[0]), slice(column, column + block[1])
-                computed[part] = seen[part].any()
+                computed[part] = visible_pairs[part].any()
         tile = Tile(slice(5, 5 + side), slice(3, 3 + side), kind)
-        assert tile.rounded(block) == computed.sum() - seen.sum()
+        assert tile.rounded(block) == computed.sum() - visible_pairs.sum()
         assert 0 <= tile.rounded(block) <= tile.hidden
 
 

@@ -16,6 +16,9 @@ SPEEDUP = {"tensorwise": 1.59, "rowwise": 1.19}
 The casts of the operands are part of their time. Fitted to the rows of
 papers/tables/float8_runs.csv in the half "fitted", without those of context parallelism.
 """
+PUBLISHED_ERROR = 0.08
+"""Largest relative error of the predictions for published 8-bit runs that were not used for
+fitting, without context parallelism (``python -m papers.records --table float8``)."""
 OLDER_CARDS = {"A100", "A800"}
 """Cards of the cluster files whose compute capability is below 8.9."""
 

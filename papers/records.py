@@ -1,4 +1,4 @@
-"""Published end-to-end runs, and the longest sequences on one node (UPipe, arXiv:2602.21196).
+"""Published end-to-end runs, and the longest sequences of UPipe, ALST and FPDT.
 
 Each figure is compared with the planner's prediction.
 
@@ -19,8 +19,8 @@ from papers import rows
 from papers.ring import K, step_of
 from papers.table import Figures, TableRow
 from parallel.context import make_plan
-from planner.cluster import CLUSTERS, load_cluster
-from planner.host_memory import offloaded
+from planner.cluster import CLUSTERS, Cluster, load_cluster
+from planner.host_memory import offloaded, pinned
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.search import predicted
 from planner.step_memory import memory_of
@@ -45,22 +45,24 @@ STAGES = 4
 """Number of stages in which UPipe exchanges heads: each of 8 ranks has 4 of Llama 3's 32 query
 heads, and each stage exchanges one."""
 LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
-"""Memory settings of the paper's runs, for the planner: all weights are sharded, and layers are
-recomputed from inputs in host memory."""
-CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
+"""Memory settings of UPipe's runs, for the planner: all weights are sharded, and layers are
+recomputed from inputs in host memory. Those of ALST and FPDT also have the moments there."""
 
 
-def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
+def gb(
+    work: StepShape, gpus: int, tokens: int, stages: int, memory: Arrangement = LEANEST
+) -> float:
     """Return a GPU's predicted peak memory in 10^9 bytes if heads are exchanged in ``stages``."""
     plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
-    return sum(memory_of(work, plan, LEANEST).values()) / 1e9
+    return sum(memory_of(work, plan, memory).values()) / 1e9
 
 
 def supported() -> list[TableRow]:
-    """Return the rows of UPipe's lengths: whether each fits a GPU, and its predicted memory.
+    """Return the rows of the longest sequences: whether each fits a GPU, and predicted memory.
 
     UPipe exchanges heads in stages, so that fewer of them are in memory at a time. A length is
-    predicted to be supported if it fits either with stages or without.
+    predicted to be supported if it fits a GPU, either with stages or without. Host memory that a
+    cluster file assumes is compared too, and named if it is too small.
     """
     table = []
     for row in rows.published("records"):
@@ -68,23 +70,46 @@ def supported() -> list[TableRow]:
         gpus = int(row["gpus"])
         tokens = int(row["ktokens"]) * K
         plan = make_plan("ulysses", seq_len=tokens, size=gpus)
+        cluster = load_cluster(CLUSTERS / f"{row['cluster']}.toml")
+        memory = replace(LEANEST, moments_on_host=row["moments"] == "host")
 
-        upipe = gb(work, gpus, tokens, STAGES)
-        ulysses = gb(work, gpus, tokens, 1)
+        ulysses = gb(work, gpus, tokens, 1, memory)
+        upipe = None
+        if row["record"] == "UPipe":
+            upipe = gb(work, gpus, tokens, STAGES, memory)
+        smallest = min(ulysses, upipe or ulysses)
+        host = pinned(work, plan, memory) / 1e9
         predictions: Figures = {
-            "supported": "yes" if min(upipe, ulysses) <= CLUSTER.memory_gb else "no",
-            "upipe_gb": round(upipe, 1),
+            "supported": "yes" if smallest <= cluster.memory_gb else "no",
+            "upipe_gb": upipe and round(upipe, 1),
             "ulysses_gb": round(ulysses, 1),
-            "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
+            "host_gb": round(offloaded(work, plan, memory) / 1e9, 1),
+            "pinned_host_gb": round(host, 1),
+            "too_small": too_small(cluster, smallest, host),
         }
         labels: dict[str, str | int] = {
             "record": row["record"],
             "model": row["model"],
+            "gpus": gpus,
             "ktokens": int(row["ktokens"]),
+            "moments": row["moments"],
         }
-        hardware = f"{gpus} {row['gpu']} of 80 GB"
+        hardware = f"{gpus} {row['gpu']} of {row['gpu_gb']} GB"
         table.append(TableRow(labels, {"supported": row["supported"]}, predictions, hardware))
     return table
+
+
+def too_small(cluster: Cluster, gpu_gb: float, host_gb: float) -> str:
+    """Return which memory of a cluster, with its size, is smaller than what a run takes.
+
+    Host memory whose size the cluster file does not state is not compared.
+    """
+    sizes = []
+    if gpu_gb > cluster.memory_gb:
+        sizes.append(f"GPU {cluster.memory_gb:g}")
+    if cluster.host_memory_gb and host_gb > cluster.host_memory_gb:
+        sizes.append(f"host {cluster.host_memory_gb:g}")
+    return " and ".join(sizes)
 
 
 def prediction(row: dict[str, str]) -> tuple[float, float]:

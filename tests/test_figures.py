@@ -68,6 +68,8 @@ ALLOWED = {
         "1.19 1.59": "constants of planner/float8.py",
         "16.9": "a constant of papers/striped.py",
         "13.42": "12.5 GiB in GB",
+        "81.9": "the memory in a cluster's file",
+        "2408.16978 2506.13996": "papers' numbers",
         "4.6": "another page's",
     },
     "slow_links.md": {

@@ -3,6 +3,7 @@
 Every printed maximum, the tiles of the paper, the planner's exact work.
 """
 
+import csv
 from dataclasses import replace
 from statistics import fmean
 
@@ -10,6 +11,7 @@ import pytest
 
 from papers import rows, striped
 from papers.ring import device
+from tests.starts import ROOT
 
 ROWS = rows.published("striped_speedups")
 
@@ -118,3 +120,26 @@ def test_errors_are_those_of_each_groups_rows():
     group = next(row for row in groups if row.labels["value"] == mesh)
     assert group.analytic["exact_largest"] == striped.percent_error(worst, striped.EXACT)
     assert "a gain is predicted for 12, 0 and 0" in striped.summary(table)
+
+
+def test_the_page_has_the_errors_of_the_results_file_row_by_row():
+    page = (ROOT / "docs" / "evidence" / "prediction_errors.md").read_text(encoding="utf-8")
+    with (rows.FOLDER / "results" / "striped_errors.csv").open(
+        encoding="utf-8", newline=""
+    ) as file:
+        table = list(csv.DictReader(file))
+    pairs = ("exact", "tiles", "masks fitted", "masks held out")
+    for row in table:
+        hardware, _, chips = row["hardware"].replace("-80GB", "").rpartition(" ")
+        if row["rows"] != "all" and hardware != "A100":
+            continue
+        title = f"{row['rows']} {row['value'] or row['analytic: count']}"
+        if row["value"]:
+            title += f": {row['analytic: count']}"
+        if row["rows"] == "tokens per rank":
+            title = f"{int(row['value']):,} tokens per rank: {row['analytic: count']}"
+        cells = [
+            f"{row[f'analytic: {name} off']}, {row[f'analytic: {name} largest']}" for name in pairs
+        ]
+        line = " | ".join([hardware.replace("TPUv", "TPU v"), title, *cells])
+        assert f"| {line} |" in page, chips

@@ -13,7 +13,7 @@ VENV   ?= .venv
 CONFIG ?= configs/models/llama_tiny.toml
 RUN    ?= runs/$(patsubst %.toml,%,$(notdir $(CONFIG)))
 BENCH  ?= attention
-PAPERS ?= striped ring wallfacer lasp records
+PAPERS ?= striped ring wallfacer lasp records sizes errors
 
 # The stamp holds the TORCH that is installed. Another one replaces it, and pip must be told to: 2.13.0+cpu satisfies 2.13.0.
 STAMP     := $(VENV)/.longmesh-torch

@@ -73,18 +73,18 @@ PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NODES = {
     "entry": 340,
     "model": 45280,
-    "kernels": 46640,
-    "parallel": 91212,
+    "kernels": 46785,
+    "parallel": 91367,
     "data": 51920,
     "train": 71415,
-    "planner": 47460,
+    "planner": 47705,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 64830,
-    "papers": 18900,
+    "tools": 64910,
+    "papers": 21520,
     "bench": 30720,
     "docs": 3440,
-    "tests": 446330,
+    "tests": 449690,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1740
+MOST_LINES_OF_RESULTS = 1814
 
 
 def row_of(names):

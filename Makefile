@@ -3,17 +3,17 @@
 # Variables, as in `make pretrain RUN=runs/second ARGS="--lr 1e-3"`:
 #   RUN     folder of the run, by default runs/ and the name of CONFIG            ARGS  more flags for the program
 #   CONFIG  TOML file of `make pretrain`            NPROC its processes; default 4 on a CPU, one for each GPU (at most 8)
-#   BENCH   program of `make bench`: attention, linear, memory or optimizers, and with root link or link.attention
+#   BENCH   program of `make bench`: attention, documents, linear, memory or optimizers, and with root link, link.attention or link.documents
 #   TORCH   torch to install: a requirement and pip's options, remembered in the environment. PyPI's build for Linux carries
 #           CUDA; TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu" is small and for the CPU only
-#   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, dev, peers, ringmaster (targets that need one install it)
+#   EXTRAS  more to install with `make venv`: data, digits, images, logging, video, docs, dev, peers, ringmaster (targets that need one install it)
 #   PYTHON  interpreter that the environment is made with, 3.11 or newer          PY    one that has everything, to use instead of .venv
 
 VENV   ?= .venv
 CONFIG ?= configs/models/llama_tiny.toml
 RUN    ?= runs/$(patsubst %.toml,%,$(notdir $(CONFIG)))
 BENCH  ?= attention
-PAPERS ?= striped ring wallfacer lasp records
+PAPERS ?= striped ring wallfacer lasp records sizes errors
 
 # The stamp holds the TORCH that is installed. Another one replaces it, and pip must be told to: 2.13.0+cpu satisfies 2.13.0.
 STAMP     := $(VENV)/.longmesh-torch
@@ -22,6 +22,8 @@ TORCH     ?= $(or $(INSTALLED),torch==2.13.0)
 REPLACE    = $(and $(INSTALLED),$(filter-out $(INSTALLED),$(TORCH))$(filter-out $(TORCH),$(INSTALLED)))
 SUITABLE  := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON    ?= $(shell for p in python3 python3.12 python3.11 python3.13; do $$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
+suitable   = test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { echo "error: no Python of 3.11 or newer with its venv module found (PYTHON is" \
+	       "'$(PYTHON)'); install one (Debian: apt-get install python3.11-venv), and name it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
 READY     := $(if $(PY),,$(STAMP))
 PY        := $(or $(PY),$(VENV)/bin/python)
@@ -40,15 +42,14 @@ sse4   = ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTI
 avx2   = ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_CPU = $(if $(CPU),$(if $(filter sse4 avx2,$(CPU)),$($(CPU)),$(error CPU is '$(CPU)'; give sse4 or avx2, or leave it out)))
 
-.PHONY: help venv pretrain finetune ruler dit test test-slow check format bench peers model-peers papers parity chaos lasp-table rl-table gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
+.PHONY: help venv pretrain finetune ruler dit test test-slow check format docs bench peers model-peers papers parity chaos lasp-table rl-table gpu-check gpu-profile nccl-check cuda-stub hooks lock clean FORCE
 
 help: ## Print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo; sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 venv: $(STAMP) $(EXTRAS:%=$(VENV)/.longmesh-%) ## Make .venv with what training needs, pinned (the other targets do so by themselves)
 $(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
-	@test -n "$(PYTHON)" && $(PYTHON) -c "$(SUITABLE)" || { echo "error: no Python of 3.11 or newer with its venv module found (PYTHON is" \
-	  "'$(PYTHON)'); install one (Debian: apt-get install python3.11-venv), and name it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(suitable)
 	@echo "installing $(TORCH) and what training needs into $(VENV) with $$($(PYTHON) --version)"; rm -f $(STAMP)
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(if $(REPLACE),@$(PIP) uninstall --quiet --yes torch)
@@ -57,7 +58,7 @@ $(STAMP): pyproject.toml constraints.txt $(if $(REPLACE),FORCE)
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable .
 	@echo "$(TORCH)" > $(STAMP)
 $(VENV)/.longmesh-%: $(STAMP)
-	@$(if $(filter $*,data digits images logging video dev peers ringmaster),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, video, dev, peers, ringmaster))echo "installing the extra $* into $(VENV)"
+	@$(if $(filter $*,data digits images logging video docs dev peers ringmaster),,$(error EXTRAS has '$*'; give some of data, digits, images, logging, video, docs, dev, peers, ringmaster))echo "installing the extra $* into $(VENV)"
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt --editable ".[$*]" && touch $@
 
 pretrain: $(READY) ## The main job: text, tokenizer, training, sampling. Goes on where RUN holds a checkpoint
@@ -83,8 +84,17 @@ check: $(call extra,dev) ## Check format, lint, types and the links of all pages
 format: $(call extra,dev) ## Rewrite the sources in the format that check wants, with ruff's safe fixes
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
+docs: $(if $(READY),$(VENV)-docs/.longmesh-docs) ## Build the pages as a site with search, without a network: site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(if $(READY),$(VENV)-docs/bin/python,$(PY)) -m mkdocs build $(ARGS) && echo "written: site/index.html"
+# An environment of 200 MB, since mkdocstrings reads the sources without importing torch.
+$(VENV)-docs/.longmesh-docs: pyproject.toml constraints.txt
+	@$(suitable)
+	@echo "installing what the site needs into $(VENV)-docs"; $(PYTHON) -m venv $(VENV)-docs
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' | \
+	  $(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -r /dev/stdin
+	@touch $@
 
-bench: $(READY) ## Time the attention: every method on 2 processes, compared with one; BENCH=linear, memory, optimizers, link or link.attention runs another program
+bench: $(READY) ## Time the attention: every method on 2 processes, compared with one; BENCH=documents, linear, memory, optimizers, link, link.attention or link.documents runs another program
 	$(PY) -m bench.$(BENCH) $(ARGS)
 peers: $(call extra,peers) ## Measure attention and training by us and by other packages, in one run, into bench/results/ (10 minutes)
 	$(PY) -m bench.peers --results bench/results $(ARGS)
@@ -114,9 +124,9 @@ cuda-stub: ## Every kind of configuration on stubbed GPUs, with a CUDA build of 
 
 hooks: $(call extra,dev) ## Let git run the checks before each commit
 	$(PY) -m pre_commit install
-lock: $(call extra,dev) $(call extra,peers) $(call extra,ringmaster) ## Write constraints.txt from the environment
+lock: $(call extra,dev) $(call extra,docs) $(call extra,peers) $(call extra,ringmaster) ## Write constraints.txt from the environment
 	@{ sed -n '/^#/p' constraints.txt; { $(PY) -m pip freeze --all --exclude-editable | \
 	     grep -viE '^(torch|triton|nvidia-.*|cuda-.*|pip)=='; grep '^torch==' constraints.txt; } | sort -f; } > constraints.tmp && mv constraints.tmp constraints.txt
-clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-cuda .mypy_cache .ruff_cache .pytest_cache
+clean: ## Remove the environments, the site and the caches; runs/ stays
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-docs site .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

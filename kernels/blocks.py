@@ -18,6 +18,7 @@ change.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,20 @@ class Tile(NamedTuple):
         rows = self.q.stop - self.q.start
         columns = self.k.stop - self.k.start
         return rows * columns - self.pairs
+
+    def rounded(self, block: tuple[int, int]) -> int:
+        """Number of hidden pairs that a kernel computes which skips only whole blocks of pairs.
+
+        Along the edge of the mask, blocks of (queries, keys) have both visible and hidden pairs.
+        """
+        if self.kind == FULL or block == (1, 1):
+            return 0
+        block_queries, block_keys = block
+        side = self.q.stop - self.q.start
+        starts = np.arange(0, side, block_queries)
+        ends = np.minimum(starts + block_queries, side)  # last key + 1 that a block's queries see
+        keys = np.minimum(-(-ends // block_keys) * block_keys, side)
+        return int(((ends - starts) * keys).sum()) - self.pairs
 
 
 def as_numbers(tiles: Sequence[Tile]) -> tuple[TileNumbers, ...]:

@@ -1,13 +1,15 @@
-"""Published end-to-end runs, and the longest sequences on one node (UPipe, arXiv:2602.21196).
+"""Published end-to-end runs, and the longest sequences of UPipe, ALST and FPDT.
 
 Each figure is compared with the planner's prediction.
 
 The runs test the planner: its constants were fitted to one half of the table, and the other half is
 only predicted. The configurations of each source, cluster and kernel go to the two halves in turn,
-so that both have the same machines.
+so that both have the same machines. Runs in float8 are a table of their own, divided by the same
+rule: there each recipe of scales is apart, and all rows in bfloat16 are held out.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from statistics import median
 from typing import Any
@@ -17,8 +19,8 @@ from papers import rows
 from papers.ring import K, step_of
 from papers.table import Figures, TableRow
 from parallel.context import make_plan
-from planner.cluster import CLUSTERS, load_cluster
-from planner.host_memory import offloaded
+from planner.cluster import CLUSTERS, Cluster, load_cluster
+from planner.host_memory import offloaded, pinned
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.search import predicted
 from planner.step_memory import memory_of
@@ -38,26 +40,29 @@ adam`` in the column ``beside``."""
 COMPUTED_AGAIN = 0.5
 """Share of a layer's matmuls that torchtitan's selective recomputation repeats; applies to rows
 with ``per op`` in the column ``beside``."""
+CONTEXT_PARALLEL = "--context-parallel-size"
 STAGES = 4
 """Number of stages in which UPipe exchanges heads: each of 8 ranks has 4 of Llama 3's 32 query
 heads, and each stage exchanges one."""
 LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
-"""Memory settings of the paper's runs, for the planner: all weights are sharded, and layers are
-recomputed from inputs in host memory."""
-CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
+"""Memory settings of UPipe's runs, for the planner: all weights are sharded, and layers are
+recomputed from inputs in host memory. Those of ALST and FPDT also have the moments there."""
 
 
-def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
+def gb(
+    work: StepShape, gpus: int, tokens: int, stages: int, memory: Arrangement = LEANEST
+) -> float:
     """Return a GPU's predicted peak memory in 10^9 bytes if heads are exchanged in ``stages``."""
     plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
-    return sum(memory_of(work, plan, LEANEST).values()) / 1e9
+    return sum(memory_of(work, plan, memory).values()) / 1e9
 
 
 def supported() -> list[TableRow]:
-    """Return the rows of UPipe's lengths: whether each fits a GPU, and its predicted memory.
+    """Return the rows of the longest sequences: whether each fits a GPU, and predicted memory.
 
     UPipe exchanges heads in stages, so that fewer of them are in memory at a time. A length is
-    predicted to be supported if it fits either with stages or without.
+    predicted to be supported if it fits a GPU, either with stages or without. Host memory that a
+    cluster file assumes is compared too, and named if it is too small.
     """
     table = []
     for row in rows.published("records"):
@@ -65,23 +70,46 @@ def supported() -> list[TableRow]:
         gpus = int(row["gpus"])
         tokens = int(row["ktokens"]) * K
         plan = make_plan("ulysses", seq_len=tokens, size=gpus)
+        cluster = load_cluster(CLUSTERS / f"{row['cluster']}.toml")
+        memory = replace(LEANEST, moments_on_host=row["moments"] == "host")
 
-        upipe = gb(work, gpus, tokens, STAGES)
-        ulysses = gb(work, gpus, tokens, 1)
+        ulysses = gb(work, gpus, tokens, 1, memory)
+        upipe = None
+        if row["record"] == "UPipe":
+            upipe = gb(work, gpus, tokens, STAGES, memory)
+        smallest = min(ulysses, upipe or ulysses)
+        host = pinned(work, plan, memory) / 1e9
         predictions: Figures = {
-            "supported": "yes" if min(upipe, ulysses) <= CLUSTER.memory_gb else "no",
-            "upipe_gb": round(upipe, 1),
+            "supported": "yes" if smallest <= cluster.memory_gb else "no",
+            "upipe_gb": upipe and round(upipe, 1),
             "ulysses_gb": round(ulysses, 1),
-            "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
+            "host_gb": round(offloaded(work, plan, memory) / 1e9, 1),
+            "pinned_host_gb": round(host, 1),
+            "too_small": too_small(cluster, smallest, host),
         }
         labels: dict[str, str | int] = {
             "record": row["record"],
             "model": row["model"],
+            "gpus": gpus,
             "ktokens": int(row["ktokens"]),
+            "moments": row["moments"],
         }
-        hardware = f"{gpus} {row['gpu']} of 80 GB"
+        hardware = f"{gpus} {row['gpu']} of {row['gpu_gb']} GB"
         table.append(TableRow(labels, {"supported": row["supported"]}, predictions, hardware))
     return table
+
+
+def too_small(cluster: Cluster, gpu_gb: float, host_gb: float) -> str:
+    """Return which memory of a cluster, with its size, is smaller than what a run takes.
+
+    Host memory whose size the cluster file does not state is not compared.
+    """
+    sizes = []
+    if gpu_gb > cluster.memory_gb:
+        sizes.append(f"GPU {cluster.memory_gb:g}")
+    if cluster.host_memory_gb and host_gb > cluster.host_memory_gb:
+        sizes.append(f"host {cluster.host_memory_gb:g}")
+    return " and ".join(sizes)
 
 
 def prediction(row: dict[str, str]) -> tuple[float, float]:
@@ -110,10 +138,10 @@ def prediction(row: dict[str, str]) -> tuple[float, float]:
 
 
 @lru_cache
-def runs() -> tuple[TableRow, ...]:
-    """Return every row of tables/public_runs.csv with its prediction."""
+def runs(name: str = "public_runs") -> tuple[TableRow, ...]:
+    """Return every row of a table of published runs with its prediction."""
     table = []
-    for row in rows.published("public_runs"):
+    for row in rows.published(name):
         labels: dict[str, str | int] = {
             "half": row["half"],
             "source": row["source"].split("/")[2],
@@ -131,6 +159,21 @@ def runs() -> tuple[TableRow, ...]:
         predictions = {"seconds": float(f"{seconds:.4g}"), "gb": round(memory, 1)}
         table.append(TableRow(labels, figures, predictions, "any"))
     return tuple(table)
+
+
+def float8_runs() -> list[TableRow]:
+    """Return every row of tables/float8_runs.csv with its prediction, recipe and cp."""
+    table = []
+    for row, run in zip(rows.published("float8_runs"), runs("float8_runs"), strict=True):
+        words = row["flags"].split()
+        matmuls = "bfloat16"
+        if "--fp8-format" in words:
+            matmuls = "rowwise" if "--fp8-recipe" in words else "tensorwise"
+        cp = 1
+        if CONTEXT_PARALLEL in words:
+            cp = int(words[words.index(CONTEXT_PARALLEL) + 1])
+        table.append(replace(run, labels={**run.labels, "matmuls": matmuls, "cp": cp}))
+    return table
 
 
 def errors(table: Sequence[TableRow], half: str, **labels: str) -> list[float]:
@@ -156,11 +199,23 @@ def summary(table: Sequence[TableRow]) -> str:
     return "; ".join(sentences)
 
 
+def float8_summary(table: Sequence[TableRow]) -> str:
+    """Return a line without context parallelism and one with it, as ``summary`` does."""
+    lines = []
+    for title, members in (
+        ("cp 1", [row for row in table if row.labels["cp"] == 1]),
+        ("cp 2 to 8", [row for row in table if row.labels["cp"] != 1]),
+    ):
+        lines.append(f"{title}: {summary(members)}")
+    return "\n".join(lines)
+
+
 TABLES: rows.TableFunctions = {
     "public": runs,
+    "float8": float8_runs,
     "upipe": supported,
 }
-main = partial(rows.main, "records", TABLES, __doc__, public=summary)
+main = partial(rows.main, "records", TABLES, __doc__, public=summary, float8=float8_summary)
 
 if __name__ == "__main__":
     run_command(main)

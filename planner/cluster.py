@@ -26,6 +26,7 @@ OPTIONAL = (
     "public_error",
     "delta_fraction",
     "float32_tflops",
+    "mask_overhead",
 )
 """Fields of a cluster that may be 0."""
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
@@ -107,6 +108,13 @@ class Cluster:
     """
     masked_share: float = 0.0
     """Share of a causal tile's masked pairs that the kernel computes although they are masked."""
+    block_queries: int = 1
+    """Number of queries in a block of pairs that the attention kernel computes whole: it skips a
+    block only if all of its pairs are masked."""
+    block_keys: int = 1
+    """Number of keys in such a block."""
+    mask_overhead: float = 0.0
+    """Additional time of a tile with a mask, as a share of the time of its computed pairs."""
     posted_overlap: float = 1.0
     """Overlap of computing with a transfer that was posted before it, as a share of the shorter of
     the two times.

@@ -18,6 +18,7 @@ from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods import METHODS, STATE_METHODS
 from planner.cluster import Cluster
+from planner.float8 import float8_recipe
 from planner.host_memory import pinned
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.optimizer_cost import optimizer_shape
@@ -140,6 +141,7 @@ def cost_inputs(
         ffn_chunk=recompute.ffn_chunk_size,
         pipeline=config.pipeline,
         compiled=config.train.compile,
+        float8_recipe=float8_recipe(config.float8, cluster),
     )
     method = config.context.context_parallel_method
     if method == "none" and cp == 1:  # all methods are the same on one rank

@@ -20,6 +20,7 @@ from functools import lru_cache
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.cluster import GB, MICRO, Cluster
+from planner.float8 import float8_speedup
 from planner.host_memory import moments, offloaded, pinned
 from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
 from planner.layers.delta_cost import DeltaCost, fastest_schedule
@@ -107,7 +108,8 @@ def layer_seconds(
     pointwise = _pointwise_seconds(work, tokens, arrangement, cluster)
     sizes = rank_sizes(work, plan, tp)
     forward, backward, links = _mean_attention(work, plan, sizes, cluster, tp)
-    layer = LayerSeconds(products / cluster.products_flops_per_s, pointwise, forward, backward)
+    products_rate = cluster.products_flops_per_s * float8_speedup(arrangement)
+    layer = LayerSeconds(products / products_rate, pointwise, forward, backward)
     return layer, links
 
 

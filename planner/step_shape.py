@@ -114,6 +114,10 @@ class Arrangement:
     ffn_chunk: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     compiled: bool = False
+    float8_recipe: str = ""
+    """Granularity of the scales of 8-bit matmuls, a key of ``planner.float8.SPEEDUP``; empty for
+    matmuls in the compute dtype.
+    """
 
     def stage_layers(self, work: StepShape) -> int:
         """Return the number of layers of the largest pipeline stage."""

@@ -72,19 +72,19 @@ ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NODES = {
     "entry": 340,
-    "model": 44870,
-    "kernels": 46640,
-    "parallel": 91190,
+    "model": 45280,
+    "kernels": 46785,
+    "parallel": 91367,
     "data": 51920,
-    "train": 71400,
-    "planner": 59300,
+    "train": 71490,
+    "planner": 59550,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 67500,
-    "papers": 18900,
-    "bench": 21420,
-    "docs": 1680,
-    "tests": 449200,
+    "tools": 67610,
+    "papers": 21520,
+    "bench": 30720,
+    "docs": 3440,
+    "tests": 457050,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1606
+MOST_LINES_OF_RESULTS = 1823
 
 
 def row_of(names):

@@ -118,7 +118,7 @@ def unknown_modules(page, root):
 
 def unknown_paths(page, root):
     """Files and folders of ours that a page names in backticks, or as a program or a --config."""
-    tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs"}
+    tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs", "site"}
     words = r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])"
     for word in {word for line in code(page) for word in re.findall(words, line)}:
         if re.search(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])", word.removesuffix("README.md")):

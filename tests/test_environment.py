@@ -74,7 +74,7 @@ def test_what_training_does_without_is_an_extra_and_all_is_locked():
     ("target", "extras"),
     [
         ("dit", {"digits"}),
-        ("lock", {"dev", "peers", "ringmaster"}),
+        ("lock", {"dev", "docs", "peers", "ringmaster"}),
         ("model-peers", {"dev", "ringmaster"}),
     ],
 )
@@ -82,6 +82,13 @@ def test_a_target_installs_what_it_needs(target, extras, tmp_path):
     commands = planned(target, tmp_path)
     assert "--editable .\n" in commands
     assert set(re.findall(r'--editable "\.\[(\w+)\]"', commands)) == extras
+
+
+def test_the_site_is_built_in_an_environment_without_torch(tmp_path):
+    commands = planned("docs", tmp_path / "venv")
+    assert f"{tmp_path}/venv-docs/bin/python -m mkdocs build" in commands
+    assert "--editable" not in commands
+    assert "pip" not in planned("docs", tmp_path / "venv", "PY=python3")
 
 
 def test_extras_can_be_asked_for_and_an_environment_of_ones_own_is_left_alone(tmp_path):

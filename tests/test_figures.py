@@ -51,6 +51,7 @@ ALLOWED = {
         "6e-8": "the difference of losses that have 8 digits in the file",
     },
     "model_peers.md": {"1e-3 1e-4 1e-5": "bounds of the program"},
+    "mixed_documents.md": {"1.3": "a limit", "1.17 1.94": "quotients of a row's figures"},
     "papers.md": {
         "12.8 18.6": (
             "differences of returns in standard errors, which papers.trajectories.attempts prints"
@@ -58,11 +59,19 @@ ALLOWED = {
         (
             "1,000 12.6 23.9 72.1"
         ): "steps of the paper's trajectories, and predictions that papers.ring prints",
-        "114.33 19.9": "the paper's own",
+        "114.33": "the paper's own",
         "162.6": "the paper's own, which papers.ring predicts",
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",
         "2602.21196": "a paper's number",
         "81.9": "the memory in a cluster's file",
+    },
+    "prediction_errors.md": {
+        "1.19 1.59": "constants of planner/float8.py",
+        "16.9": "a constant of papers/striped.py",
+        "13.42": "12.5 GiB in GB",
+        "81.9": "the memory in a cluster's file",
+        "2408.16978 2506.13996": "papers' numbers",
+        "4.6": "another page's",
     },
     "slow_links.md": {
         "1.38": "a paper's",

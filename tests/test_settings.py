@@ -273,7 +273,8 @@ TOOLS = {
         --world-size 0 | --world-size x | --world-size 1e30 | --top x | --nope
         --profile --world-size 7
         --fits --html x.html | --measured none | --html . | --html x.html --measured none
-        --config none.toml --world-size 2 | --seq-length 0 --world-size 2""",
+        --config none.toml --world-size 2 | --seq-length 0 --world-size 2
+        --config llama3_8b --world-size 8 --cluster a100 --fp8-format hybrid""",
     sample.main: """
         --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30
         --load none --temperature nan

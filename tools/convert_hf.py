@@ -30,6 +30,7 @@ from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
 from model.hf.configs import read_config
 from model.hf.entries import CONFIG, read_json
 from model.hf.folder import TOKENIZERS, carry, new_folder
+from model.hf.serving import vllm_note
 from model.hf.tensors import Read, write_model
 from model.parts.lora import merge
 from model.parts.settings import LengthConfig
@@ -228,6 +229,7 @@ def export_model(
         parts = "tokenizer and settings" if has_tokenizer else "settings"
         origin = f", with the {parts} of {hf_folder}"
 
+    notes += vllm_note(settings, target)
     return (
         f"exported {checkpoint} to {target}: {kind} of {', '.join(dtypes)} in {number}"
         f"{origin}{notes}"

@@ -82,7 +82,8 @@ class Trainer:
         self.schedule = schedule_of(config.optimizer, config.train.train_iters)
         self.start.load(self.parts, self.optimizer, self.ema)
         if is_first():
-            print(task.description(self.data), *kernel_lines(config), sep="\n", flush=True)
+            lines = [*kernel_lines(config), *config.optimizer.lines]
+            print(task.description(self.data), *lines, sep="\n", flush=True)
 
         # The training step, and the objects that supervise it.
         self.log = open_log(config, final.saved, self.progress)

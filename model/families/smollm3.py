@@ -40,7 +40,7 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
     model_type: str = "smollm3"
     no_rope_freq: str = "4"
     """Layers without rope: a number N means every N-th layer; a pattern has a 1 for each layer
-    without rope and a 0 for each layer with it, such as ([0]*3+[1]*1)*9 for 36 layers."""
+    without rope and a 0 for each layer with it, such as `([0]*3+[1]*1)*9` for 36 layers."""
 
     title = "SmolLM3"
     footprint = Footprint(fused_residual=4.0, gated=True)

@@ -244,10 +244,11 @@ def _yarn_attention(rope: RopeConfig, factor: float) -> float:
     if rope.rope_scaling_attention_factor is not None:
         return rope.rope_scaling_attention_factor
     if rope.rope_scaling_mscale and rope.rope_scaling_mscale_all_dim:
-        numerator = _mscale(factor, rope.rope_scaling_mscale)
-        return numerator / _mscale(factor, rope.rope_scaling_mscale_all_dim)
-    return _mscale(factor)
+        numerator = yarn_mscale(factor, rope.rope_scaling_mscale)
+        return numerator / yarn_mscale(factor, rope.rope_scaling_mscale_all_dim)
+    return yarn_mscale(factor)
 
 
-def _mscale(factor: float, coefficient: float = 1.0) -> float:
+def yarn_mscale(factor: float, coefficient: float = 1.0) -> float:
+    """Return the factor of cos and sin for a scaling of the context (YaRN, eq. 22)."""
     return 0.1 * coefficient * math.log(factor) + 1 if factor > 1 else 1.0

@@ -28,8 +28,8 @@ class WindowedConfig(DecoderConfig):
     all earlier tokens. In a hybrid only softmax layers have the window."""
     window_attn_skip_freq: str | None = None
     """Layers without the window: a number N means every N-th layer; a pattern has a 1 for each
-    layer with the window and a 0 for each layer without it, such as ([1]*3+[0]*1)*6 for 24 layers.
-    By default every layer has the window."""
+    layer with the window and a 0 for each layer without it, such as `([1]*3+[0]*1)*6` for 24
+    layers. By default every layer has the window."""
     softmax_type: SoftmaxType = "vanilla"
     """Denominator of the softmax: the sum over the keys (vanilla); this sum plus 1, so that a head
     can attend to nothing (off-by-one); or this sum plus the exponential of a learned number per

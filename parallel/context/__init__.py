@@ -1,8 +1,8 @@
 """Context parallelism: attention over a sequence that ranks share.
 
-plan = make_plan("striped", seq_len=4096, size=4)          # no processes needed
-cp = context_parallel("striped", seq_len=4096, group=group)
-out = cp.attend(q, k, v)                                    # [B, T_local, H, D], differentiable
+    plan = make_plan("striped", seq_len=4096, size=4)          # no processes needed
+    cp = context_parallel("striped", seq_len=4096, group=group)
+    out = cp.attend(q, k, v)                                    # [B, T_local, H, D], differentiable
 
 The code has layers, and each layer knows only the layers before it in this list. A *layout* says
 which rank owns which tokens, a *method* is a layout and rounds of sends, a *geometry* is a method

@@ -35,6 +35,19 @@ class ContextParallel:
     per micro-batch, and a compiled layer keeps its executor handles and does not recompile.
     """
 
+    positions: Tensor
+    """Ascending global positions of this rank's tokens: int64 ``[T_local]``; positions from
+    ``plan.seq_len`` on are padding.
+    """
+    handle: PlanHandle
+    """Handle of the plan. A model passes it to ``attend`` or ``attend_linear``, which accept
+    the plan of any mask for the same geometry.
+    """
+    attend: SoftmaxAttention
+    """Softmax attention of this rank's q, k and v; it can start on k and v before q is ready."""
+    delta: DeltaAttention
+    """Gated delta rule of this rank's q, k, v, g and beta, and the convolution before it."""
+
     def __init__(
         self,
         plan: Plan,
@@ -119,21 +132,13 @@ class ContextParallel:
         """Use a plan for this object's attention functions."""
         self.plan = plan
         self.positions = plan.positions(self._rank)
-        """Ascending global positions of this rank's tokens: int64 ``[T_local]``; positions from
-        ``plan.seq_len`` on are padding.
-        """
         self._padding = int((self.positions >= plan.seq_len).sum())
         self.handle = PlanHandle(PLANS.tensor(plan))
-        """Handle of the plan. A model passes it to ``attend`` or ``attend_linear``, which accept
-        the plan of any mask for the same geometry.
-        """
 
         gathers = self._executor.gathers_keys and not plan.sparse
         self.attend = SoftmaxAttention(
             self._executor, self._outside, self.handle.tensor, gathers=gathers
         )
-        """Softmax attention of this rank's q, k and v; it can start on k and v before q is ready.
-        """
         self.delta = DeltaAttention(self._delta_executor, self._convolution, plan, self.handle)
         self.attend_delta = self.delta.attend
         """Gated delta rule of this rank's q, k, v, g and beta, see ``DeltaAttention``."""

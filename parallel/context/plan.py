@@ -33,7 +33,7 @@ from parallel.context.traffic import (
     sizes,
     whole_traffic,
 )
-from parallel.context.workload import PieceSets, Work, count_work
+from parallel.context.workload import Block, PieceSets, Work, count_work
 from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
@@ -177,9 +177,14 @@ class Plan:
         """Return the operands that a backward pass sends, for tensors of these sizes."""
         return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, dims)
 
-    def work(self, moves: Moves = "kv") -> Work:
-        """Count the work of all ranks in all rounds, hundreds of times faster than ``rounds``."""
-        return _work(self, moves)
+    def work(self, moves: Moves = "kv", block: Block = (1, 1)) -> Work:
+        """Count the work of all ranks in all rounds, hundreds of times faster than ``rounds``.
+
+        Args:
+            moves: the operands that travel.
+            block: numbers of queries and keys of the blocks that a kernel computes whole.
+        """
+        return _work(self, moves, block)
 
     def cost(self, rank: int, **shape: int) -> Cost:
         """Compute the work and the traffic of one attention on ``rank``.
@@ -304,7 +309,7 @@ def make_plan(
 
 
 @lru_cache(maxsize=64)
-def _work(plan: Plan, moves: Moves) -> Work:
+def _work(plan: Plan, moves: Moves, block: Block) -> Work:
     geometry = plan.geometry
     num_places = geometry.shape.size
     team_peers = geometry.method.team(np.arange(num_places), geometry.shape)
@@ -325,8 +330,8 @@ def _work(plan: Plan, moves: Moves) -> Work:
 
     stride = plan.layout.stride
     if moves == "kv":
-        return count_work(team_sets, held_sets, pairings, stride, plan.mask.reach)
-    return count_work(held_sets, team_sets, pairings, stride, plan.mask.reach)
+        return count_work(team_sets, held_sets, pairings, stride, plan.mask.reach, block)
+    return count_work(held_sets, team_sets, pairings, stride, plan.mask.reach, block)
 
 
 def plan_of(handle: Tensor, geometry: Geometry) -> Plan:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kernels.blocks import FULL, Tile
 from parallel.context.layout import Reach
 from parallel.context.tiles import Piece, tiles
 
@@ -22,21 +23,30 @@ START, OFFSET, LENGTH, DOCUMENT = range(4)  # column of each field of a piece
 # take only a few megabytes.
 AT_ONCE = 1 << 16
 
-PatternCounts = dict[tuple[int, int, bytes], tuple[int, int, int]]
-"""Numbers of pairs, tiles and hidden pairs, keyed by pattern."""
+Block = tuple[int, int]
+"""Numbers of queries and keys of a block that a kernel computes whole or not at all."""
+PatternCounts = dict[tuple[int, int, bytes], tuple[int, ...]]
+"""A pattern's numbers as in ``Work``, keyed by pattern."""
 PlacedPieces = tuple[np.ndarray, np.ndarray]
 """Places ``[n]`` and their pieces ``[n, 4]``, row by row; sorted by place and document."""
 
 
 class Work(NamedTuple):
-    """Numbers of visible (query, key) pairs, tiles and hidden pairs: int64 ``[rounds, places]``.
+    """Numbers of (query, key) pairs and of tiles: int64 ``[rounds, places]``.
 
-    Hidden pairs lie in tiles, but no query sees them. A place is a head group of ranks.
+    A place is a head group of ranks.
     """
 
     pairs: np.ndarray
+    """Visible pairs."""
     tiles: np.ndarray
+    """Tiles."""
     hidden: np.ndarray
+    """Pairs that lie in tiles, but that no query sees."""
+    masked: np.ndarray
+    """Visible pairs of the tiles that have hidden pairs too."""
+    rounded: np.ndarray
+    """Hidden pairs in blocks that also have visible ones; a kernel computes such blocks whole."""
 
 
 class PieceSets:
@@ -68,6 +78,7 @@ def count_work(
     pairings: Sequence[tuple[np.ndarray, np.ndarray] | None],
     stride: int,
     reach: Reach,
+    block: Block,
 ) -> Work:
     """Count the work of every round.
 
@@ -76,6 +87,7 @@ def count_work(
         pairings: per round, the set indices of every place's queries and keys; None if nothing is
             computed.
         stride, reach: as in ``tiles``.
+        block: the kernel's block, for the rounded pairs.
     """
     computing = [index for index, pairing in enumerate(pairings) if pairing is not None]
     computed = np.array(computing)
@@ -84,7 +96,8 @@ def count_work(
     num_places = q.shape[1]
 
     # Process some rounds at a time, so that the columns of pieces fit into a few megabytes.
-    work = Work(*np.zeros((3, len(pairings), num_places), dtype=np.int64))
+    shape = (len(Work._fields), len(pairings), num_places)
+    work = Work(*np.zeros(shape, dtype=np.int64))
     pattern_counts: PatternCounts = {}
     rounds_at_once = max(1, AT_ONCE // (num_places * max(queries.max_pieces, keys.max_pieces)))
     for start in range(0, len(computed), rounds_at_once):
@@ -95,6 +108,7 @@ def count_work(
             q[rounds].size,
             stride,
             reach,
+            block,
             pattern_counts,
         )
 
@@ -109,17 +123,19 @@ def _counts(
     num_places: int,
     stride: int,
     reach: Reach,
+    block: Block,
     pattern_counts: PatternCounts,
 ) -> np.ndarray:
-    """Count pairs, tiles and hidden pairs of each place, int64 ``[3, places]``.
+    """Count the work of each place, int64 ``[fields of Work, places]``.
 
     Args:
         queries, keys: pieces of all places in some rounds.
         num_places: number of places, each counted once per round.
         stride, reach: as in ``tiles``.
+        block: as in ``count_work``.
         pattern_counts: counts of the patterns so far; new ones are added.
     """
-    totals = np.zeros((3, num_places), dtype=np.int64)
+    totals = np.zeros((len(Work._fields), num_places), dtype=np.int64)
     for place, q, k in _groups(queries, keys):
         # np.unique is fast on one value per row: view each row of numbers as one value of raw
         # bytes.
@@ -133,14 +149,24 @@ def _counts(
             if name in pattern_counts:
                 continue
             blocks = tiles(_as_pieces(q[example]), _as_pieces(k[example]), stride, reach)
-            pairs = sum(tile.pairs for tile in blocks)
-            hidden = sum(tile.hidden for tile in blocks)
-            pattern_counts[name] = (pairs, len(blocks), hidden)
+            pattern_counts[name] = _sums(blocks, block)
 
         counts = np.array([pattern_counts[name] for name in names])[kind_index]
         for total, count in zip(totals, counts.T, strict=True):
             np.add.at(total, place, count)
     return totals
+
+
+def _sums(blocks: Sequence[Tile], block: Block) -> tuple[int, ...]:
+    """Return the numbers of ``Work`` for a group's tiles."""
+    masked = [tile for tile in blocks if tile.kind != FULL]
+    return (
+        sum(tile.pairs for tile in blocks),
+        len(blocks),
+        sum(tile.hidden for tile in masked),
+        sum(tile.pairs for tile in masked),
+        sum(tile.rounded(block) for tile in masked),
+    )
 
 
 def _as_pieces(rows: np.ndarray) -> list[Piece]:

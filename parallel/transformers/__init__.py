@@ -1,8 +1,10 @@
 """Context parallelism for transformers models: layers stay as they are, attention spans the ranks.
 
-cp = shard(model, group, method="exchange")  # refuses an unsupported layer by name, with the reason
-batch = cp.batch(input_ids, labels, documents=lengths)  # the whole batch in, this rank's part out
-loss = cp.loss(model(**batch.inputs), batch)  # the same number on every rank
+A training step:
+
+    cp = shard(model, group, method="exchange")  # refuses unsupported layers, with the reason
+    batch = cp.batch(input_ids, labels, documents=lengths)  # whole batch in, this rank's part out
+    loss = cp.loss(model(**batch.inputs), batch)  # the same number on every rank
 """
 
 from parallel.comparison import Report

@@ -187,12 +187,16 @@ class AttentionCost:
 
         A position is a rank's index in the method's layout.
         """
-        work = self.plan.work(moves or "kv")
         sizes = self.sizes
         cluster = self.cluster
+        work = self.plan.work(moves or "kv", (cluster.block_queries, cluster.block_keys))
 
-        # A kernel also computes part of the masked pairs inside its tiles.
-        computed_pairs = work.pairs + cluster.masked_share * work.hidden
+        # A kernel also computes part of the masked pairs inside its tiles: all of those in blocks
+        # that the mask cuts, and a share of the others. Tiles with a mask may also be slower.
+        masked_pairs = work.masked + work.rounded
+        masked_pairs = masked_pairs + cluster.masked_share * (work.hidden - work.rounded)
+        full_pairs = work.pairs - work.masked
+        computed_pairs = full_pairs + masked_pairs * (1 + cluster.mask_overhead)
         flops_per_pair = operations * sizes.batch * sizes.heads * sizes.head_dim
         launches = work.tiles * sizes.stages
         computing = computed_pairs * flops_per_pair / cluster.attention_flops_per_s

@@ -31,6 +31,8 @@ def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path):
         ({"matmul_fraction": 1.5}, "matmul_fraction is 1.5"),
         ({"between_link": "both"}, "between_link is 'both'"),
         ({"host_memory_gb": None}, "host_gb_per_s is 25, but host_memory_gb is not set"),
+        ({"block_keys": 0}, "block_keys is 0"),
+        ({"mask_overhead": -0.1}, "mask_overhead is -0.1"),
         ({"name": 3}, "name is 3"),
         ({"speed": 3}, "unknown key speed"),
     ],

@@ -116,6 +116,26 @@ def test_compute_goes_by_pairs_and_every_tile_takes_a_launch():
     )  # the last rank has one in every round
 
 
+def test_a_kernel_computes_the_blocks_that_a_mask_cuts_and_a_masked_tile_may_take_longer():
+    """Work by hand: 2 ranks of 4 tokens; blocks of 2 queries and 4 keys hide nothing of a tile."""
+
+    def pairs(method, **kernel):
+        cluster = replace(COMPUTE, **kernel)
+        return attention(method, cluster, 2, 8).forward() * 1e12 / (4 * 52 * 128)
+
+    triangle, square = 4 * 5 / 2, 16
+    assert pairs("ring") == pytest.approx(triangle + square)
+    assert pairs("striped") == pytest.approx(2 * triangle)
+    whole = {"block_queries": 2, "block_keys": 4}
+    assert pairs("ring", **whole) == pytest.approx(2 * square)
+    assert pairs("striped", **whole) == pytest.approx(2 * square)
+    assert pairs("ring", mask_overhead=0.5) == pytest.approx(1.5 * triangle + square)
+    assert pairs("striped", **whole, mask_overhead=0.5) == pytest.approx(1.5 * 2 * square)
+    # a share of the hidden pairs that no block computes
+    half = {"block_queries": 2, "block_keys": 2, "masked_share": 0.5}
+    assert pairs("striped", **half) == pytest.approx(2 * (triangle + 2 + (6 - 2) / 2))
+
+
 def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one():
     nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
     shared, rails = nodes, replace(nodes, between_link="rank")

@@ -142,6 +142,27 @@ def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kerne
 
 
 @pytest.mark.parametrize(
+    ("flags", "rate", "error"),
+    [
+        (["--compile"], "(1.59 times that for the layers in float8)", "at most 8% on published"),
+        ([], "(no more in float8 without --compile)", "unknown: no published run in float8"),
+    ],
+)
+def test_a_plan_in_float8_has_the_error_of_runs_in_float8(flags, rate, error):
+    config = parse_args(["--config", "llama3_8b", "--fp8-format", "hybrid", *flags])
+    _, rates, off, command_line, *_ = sources(config, load_cluster("h100"))
+    assert rate in rates
+    assert error in off
+    assert "--table float8" in command_line
+
+
+def test_a_plan_in_float8_for_cards_without_it_is_refused(capsys):
+    flags = ["--config", "llama3_8b", "--fp8-format", "hybrid", "--world-size", "8"]
+    assert main([*flags, "--cluster", "a100"]) == 1
+    assert "whose cards have no 8-bit matmuls; leave out --fp8-format" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("processes", "nodes", "each"), [(5, 1, 5), (24, 3, 8), (12, 2, 6), (11, 11, 1)]
 )
 def test_the_command_starts_as_many_processes_as_were_planned(processes, nodes, each):

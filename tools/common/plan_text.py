@@ -12,6 +12,7 @@ from kernels.backends import RATED
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, largest_public_error
 from planner.dry_run import tightly
+from planner.float8 import PUBLISHED_ERROR, SPEEDUP
 from planner.levers import described, memory_of, mesh_of, method_of
 from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration
@@ -367,6 +368,19 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
             "compare with"
         )
 
+    table = "public"
+    speedup = ""
+    if best.float8.fp8_format:
+        table = "float8"
+        error = (
+            f"at most {PUBLISHED_ERROR:.0%} on published runs in float8, without context "
+            "parallelism, that were not used for fitting"
+        )
+        speedup = f" ({SPEEDUP[best.float8.fp8_recipe]} times that for the layers in float8)"
+        if not best.train.compile:
+            error = "unknown: no published run in float8 is uncompiled"
+            speedup = " (no more in float8 without --compile)"
+
     rule = ""
     if recurrent and best.model.delta_rule:
         assumed = "" if cluster.delta_fraction else " (assumed)"
@@ -374,10 +388,11 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
 
     return [
         "where this comes from:",
-        f"  time: matmuls at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
-        f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
+        f"  time: matmuls at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s"
+        f"{speedup}, {kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has "
+        "their sources",
         f"  error: {error}",
-        "         (python -m papers.records --table public compares them all)",
+        f"         (python -m papers.records --table {table} compares them all)",
         "  memory: counted from the plan that runs, without the allocator's reserve; "
         "--dry-run rehearses the run's own code",
         "  this program has not been run on a GPU yet",

@@ -53,6 +53,15 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
         """The chosen optimizer."""
         return OPTIMIZERS[self.optimizer]
 
+    @property
+    def lines(self) -> list[str]:
+        """The line that names the optimizer; none for AdamW with moments in float32."""
+        states = self.spec.states_title(self)
+        if self.optimizer == OptimizerConfig.optimizer and not states:
+            return []
+        title = f"optimizer: {self.optimizer}"
+        return [f"{title}, {states}" if states else title]
+
     def _refuse_others_settings(self) -> None:
         """Raise UserError for a setting that belongs to another optimizer than the chosen one."""
         for name, spec in OPTIMIZERS.items():

@@ -154,6 +154,9 @@ def check_tiles(plan, moves):
                 (tile.q.stop - tile.q.start) * (tile.k.stop - tile.k.start) for tile in step.tiles
             )
             assert everyone.hidden[index, place] == areas - step.pairs
+            masked = [tile for tile in step.tiles if tile.kind != FULL]
+            assert everyone.masked[index, place] == sum(tile.pairs for tile in masked)
+            assert everyone.rounded[index, place] == 0
             if step.gradient is None or apart:
                 continue
             sides = [
@@ -163,6 +166,34 @@ def check_tiles(plan, moves):
             assert step.tiles == tiles(
                 *(sides if moves == "kv" else sides[::-1]), stride, plan.mask.reach
             )
+
+
+@pytest.mark.parametrize("block", [(1, 1), (2, 3), (4, 2), (8, 8), (64, 1)])
+@pytest.mark.parametrize("kind", [CAUSAL, ANTI])
+def test_a_block_with_a_visible_pair_is_computed_whole(kind, block):
+    """Blocks of an ANTI tile begin at its last row and column, since it is a mirrored CAUSAL."""
+    for side in (1, 2, 7, 16, 19):
+        visible_pairs = np.tril(np.ones((side, side), bool))
+        computed = np.zeros_like(visible_pairs)
+        for row in range(0, side, block[0]):
+            for column in range(0, side, block[1]):
+                part = slice(row, row + block[0]), slice(column, column + block[1])
+                computed[part] = visible_pairs[part].any()
+        tile = Tile(slice(5, 5 + side), slice(3, 3 + side), kind)
+        assert tile.rounded(block) == computed.sum() - visible_pairs.sum()
+        assert 0 <= tile.rounded(block) <= tile.hidden
+
+
+def test_a_plan_counts_the_pairs_of_blocks_that_the_mask_cuts():
+    """Section 3.2 of Striped Attention: with 4,096 tokens a rank, the A100's tiles save nothing."""
+    plan = make_plan("striped", seq_len=4 * 4096, size=4)
+    exact, coarse = plan.work(), plan.work(block=(2048, 4096))
+    assert (exact.rounded == 0).all()
+    assert (coarse.rounded[0] == coarse.hidden[0]).all()
+    for name in ("pairs", "tiles", "hidden", "masked"):
+        assert (getattr(exact, name) == getattr(coarse, name)).all()
+    finer = plan.work(block=(2048, 2048))
+    assert (finer.rounded < coarse.rounded).all()
 
 
 @pytest.mark.parametrize("moves", [None, "kv", "queries"])

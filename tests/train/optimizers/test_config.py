@@ -114,3 +114,19 @@ def test_a_run_that_the_optimizer_cannot_step_in_is_refused(momentum):
             continue
         with pytest.raises(ConfigError, match=message):
             validate(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        ({}, []),
+        ({"optimizer": "muon"}, ["optimizer: muon"]),
+        ({"exp_avg_dtype": "bf16"}, ["optimizer: adam, moments in bf16 and fp32"]),
+        (
+            {"optimizer": "muon", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
+            ["optimizer: muon, moments in int8"],
+        ),
+    ],
+)
+def test_a_run_names_any_optimizer_but_the_default(settings, lines):
+    assert OptimizerConfig(**settings).lines == lines

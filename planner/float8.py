@@ -1,0 +1,49 @@
+"""Predict the gain of matmuls in 8 bits, which train/float8.py sets up with torchao.
+
+The matmuls of the layers take less time. All else is as with bfloat16: the output layer, attention,
+pointwise work, memory and communication.
+"""
+
+import re
+
+from planner.cluster import Cluster, ClusterError
+from planner.step_shape import Arrangement
+from train.float8 import Float8Config
+
+SPEEDUP = {"tensorwise": 1.59, "rowwise": 1.19}
+"""Rate of a layer's compiled 8-bit matmuls relative to 16-bit ones, keyed by recipe.
+
+The casts of the operands are part of their time. Fitted to the rows of
+papers/tables/float8_runs.csv in the half "fitted", without those of context parallelism.
+"""
+PUBLISHED_ERROR = 0.08
+"""Largest relative error of the predictions for published 8-bit runs that were not used for
+fitting, without context parallelism (``python -m papers.records --table float8``)."""
+OLDER_CARDS = {"A100", "A800"}
+"""Cards of the cluster files whose compute capability is below 8.9."""
+
+
+def float8_recipe(float8: Float8Config, cluster: Cluster) -> str:
+    """Return the recipe of a run's 8-bit matmuls; empty if it has none.
+
+    Raises ClusterError if the cluster's cards have no 8-bit matmuls.
+    """
+    if float8.fp8_format is None:
+        return ""
+    if OLDER_CARDS & set(re.split(r"[^A-Z0-9]+", cluster.name.upper())):
+        raise ClusterError(
+            f"fp8_format is {float8.fp8_format}, but the cluster is {cluster.name}, whose cards "
+            "have no 8-bit matmuls; leave out --fp8-format, or name another --cluster"
+        )
+    return float8.fp8_recipe
+
+
+def float8_speedup(arrangement: Arrangement) -> float:
+    """Return the rate of the layers' matmuls relative to 16-bit ones.
+
+    It is 1 without --compile: torch then casts operator by operator, and no published run tells
+    what remains of the gain.
+    """
+    if arrangement.float8_recipe and arrangement.compiled:
+        return SPEEDUP[arrangement.float8_recipe]
+    return 1.0

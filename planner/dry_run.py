@@ -16,11 +16,13 @@ from typing import Any
 from data.tokenizer import load_tokenizer
 from planner.choice import PLANNER
 from planner.cluster import Cluster, default_cluster, load_cluster
+from planner.page.report import DryRun, dry_run_page
 from planner.recorder import BETWEEN, CAUSES, INSIDE, Rehearsal
 from planner.rehearsal import Build, fake_process_group, rehearse
 from planner.search import ROOM, predicted
 from planner.workload import known_documents
 from runtime.errors import UserError
+from runtime.files import write_text
 from runtime.progress import Progress, amount, counted, duration
 from train.config.derive import rope_flags
 from train.config.finalize import complete
@@ -80,8 +82,17 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
         lines.append(sentence)
     print("\n".join([*lines, *notes]))
     missing_flags += " ".join(rope_flags(config)).split()  # `complete` prints a note on these
-    commands = _commands([*arguments, *missing_flags], task.entry, cluster, world_size, requested)
+    commands = list(
+        _commands([*arguments, *missing_flags], task.entry, cluster, world_size, requested)
+    )
     print("\n".join(commands), flush=True)
+    if config.dry.dry_run_html is not None:
+        run = DryRun(config, world_size, cluster, requested.context.cluster, tuple(rehearsals))
+        page = dry_run_page(run, known_documents(config), sentence, notes, commands)
+        file = Path(config.dry.dry_run_html)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, page)
+        print(f"written: {file}", flush=True)
     if not fits:
         raise DoesNotFitError(
             f"{sentence}; python -m tools.plan --fits with the same flags says what to change"
@@ -304,7 +315,9 @@ def _run_flags(arguments: Sequence[str], requested: Any) -> list[str]:
             skips_value = False
             continue
         flag, equals, _ = argument.replace("_", "-").partition("=")
-        if flag in ("--dry-run", "--world-size") or (flag == "--cluster" and not chooses):
+        if flag in ("--dry-run", "--dry-run-html", "--world-size") or (
+            flag == "--cluster" and not chooses
+        ):
             skips_value = not equals and flag != "--dry-run"
             continue
         flags.append(argument)

@@ -94,6 +94,14 @@ def step_seconds(
         arrangement: the other dimensions of the mesh, and the settings that save memory.
         cluster: rates of computing and links.
     """
+    layer, links = layer_seconds(work, plan, arrangement, cluster)
+    return seconds_of_layers(layer, work, plan, arrangement, cluster), links
+
+
+def layer_seconds(
+    work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
+) -> tuple[LayerSeconds, Links]:
+    """Return the seconds of a layer of one micro-batch, and the bytes that its attention sends."""
     tp = arrangement.tp
     tokens = work.tokens(plan)
     products = 2 * tokens * (work.matrix_weights - work.vocab * work.hidden) / work.layers / tp
@@ -102,7 +110,7 @@ def step_seconds(
     forward, backward, links = _mean_attention(work, plan, sizes, cluster, tp)
     products_rate = cluster.products_flops_per_s * float8_speedup(arrangement)
     layer = LayerSeconds(products / products_rate, pointwise, forward, backward)
-    return seconds_of_layers(layer, work, plan, arrangement, cluster), links
+    return layer, links
 
 
 def seconds_of_layers(
@@ -112,7 +120,7 @@ def seconds_of_layers(
     tp = arrangement.tp
     layers = arrangement.stage_layers(work)
     tokens = work.tokens(plan)
-    head = 2 * tokens * work.vocab * work.hidden / tp / cluster.products_flops_per_s
+    head = head_seconds(work, tokens, tp, cluster)
 
     # A micro-batch has a forward pass, and backward passes to the inputs and the trained weights.
     passes = 2 + work.trained_share
@@ -127,14 +135,14 @@ def seconds_of_layers(
         "pipeline": turns * _pipeline_seconds(work, plan, arrangement, cluster),
     }
     if arrangement.offload and cluster.host_gb_per_s:
-        exposed_seconds = _offload_seconds(work, plan, arrangement, cluster, layer, recompute)
-        seconds["offload"] = work.micro_batches * exposed_seconds
+        exposed_seconds = offload_seconds(work, plan, arrangement, cluster, layer, recompute)
+        seconds["offload"] = work.micro_batches * sum(exposed_seconds)
     if arrangement.moments_on_host and cluster.host_gb_per_s:
         # Copies in both directions run at the same time; no computing is assumed to hide them.
         moment_bytes = moments(work, plan, arrangement)
         seconds["optimizer offload"] = moment_bytes / cluster.host_bytes_per_s
 
-    exchange_seconds = _data_seconds(work, plan, arrangement, cluster)
+    exchange_seconds = data_seconds(work, plan, arrangement, cluster)
     overlap_seconds = seconds["linear"] + seconds["attention"]
     if arrangement.strategy == "legacy_ddp":
         overlap_seconds = 0.0
@@ -145,6 +153,11 @@ def seconds_of_layers(
         group = stage_group(plan, arrangement)
         seconds["optimizer"] = whole_matrix_seconds(arrangement.optimizer.matrices, group, cluster)
     return seconds
+
+
+def head_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:
+    """Return the seconds of the output projection's forward pass over a rank's tokens."""
+    return 2 * tokens * work.vocab * work.hidden / tp / cluster.products_flops_per_s
 
 
 def _pointwise_seconds(
@@ -188,27 +201,31 @@ def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> 
     return 8 * ring_seconds(sent, tp, 1, cluster)
 
 
-def _offload_seconds(
+def offload_seconds(
     work: StepShape,
     plan: Plan,
     arrangement: Arrangement,
     cluster: Cluster,
     layer: LayerSeconds,
     recompute: float,
-) -> float:
-    """Predict the time of a micro-batch's activation copies that computing does not hide."""
+) -> tuple[float, float]:
+    """Predict the seconds of a micro-batch's activation copies that computing does not hide.
+
+    Returns:
+        Seconds of the copies to the host, in the forward pass, and back, in the backward pass.
+    """
     layers = arrangement.stage_layers(work)
     copy = offloaded(work, plan, arrangement) / cluster.host_bytes_per_s
     forward = layers * (layer.products + layer.pointwise + layer.attention)
     to_host = max(0.0, copy - forward)
     if not fetched_ahead(work, plan, arrangement):
-        return to_host + copy
+        return to_host, copy
     passes = 2 + work.trained_share  # as in step_seconds
     backward = (
         layers * (layer.products * (passes - 1) + 2 * layer.pointwise + layer.attention_backward)
         + recompute
     )
-    return to_host + max(0.0, copy - backward)
+    return to_host, max(0.0, copy - backward)
 
 
 def _mean_attention(
@@ -302,7 +319,7 @@ def _pipeline_seconds(
     return 2 * (num_bytes / (rate * GB) + latency * MICRO)
 
 
-def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> float:
+def data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> float:
     """Predict the time of a step's weight gathers and gradient sums over dp x cp ranks."""
     num_ranks = arrangement.dp * plan.size
     if num_ranks == 1:

@@ -76,15 +76,15 @@ NODES = {
     "kernels": 46785,
     "parallel": 91367,
     "data": 51920,
-    "train": 71415,
-    "planner": 47705,
+    "train": 71490,
+    "planner": 59550,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 64910,
+    "tools": 67610,
     "papers": 21520,
     "bench": 30720,
     "docs": 3440,
-    "tests": 449690,
+    "tests": 457050,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1814
+MOST_LINES_OF_RESULTS = 1823
 
 
 def row_of(names):

@@ -9,11 +9,13 @@ tools.
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from data.tokenizer import load_tokenizer
 from model.families import FAMILIES
+from planner.page.measured import read_profile
 from runtime.processes import launched_world_size
 from tests.endings import end
 from tools import convert_hf, plan, plot, prepare_data, prepare_latents, sample, sample_dit
@@ -109,7 +111,7 @@ def test_every_flag_at_the_ends_of_its_type(entry, folder):
 
 CONTRADICTIONS = """
     --micro-batch-size 3 --global-batch-size 4 | --device cpu --distributed-backend nccl
-    --finetune
+    --finetune | --dry-run-html x.html | --dry-run --dry-run-html .
     --softmax-every 2 | --rope-scaling-type yarn | --window-size 8,1 | --window-size 1e9,0
     --window-size 8,0 --window-attn-skip-freq [1]*3
     --window-size 8,0 --window-attn-skip-freq [1]*1000000000000
@@ -235,6 +237,7 @@ USES = {
     "sample --load": lambda path: sample.main(["--load", path]),
     "sample_dit --load": lambda path: sample_dit.main(["--load", path]),
     "plot loss": lambda path: plot.main(["loss", path, "--output", "x.png"]),
+    "plan --measured": lambda path: read_profile(Path(path)),
     "prepare_data --tokenizer-model": lambda path: prepare_data.main(
         ["--input", "empty", "--output-prefix", "out", "--tokenizer-model", path]
     ),
@@ -269,6 +272,7 @@ TOOLS = {
     plan.main: """
         --world-size 0 | --world-size x | --world-size 1e30 | --top x | --nope
         --profile --world-size 7
+        --fits --html x.html | --measured none | --html . | --html x.html --measured none
         --config none.toml --world-size 2 | --seq-length 0 --world-size 2
         --config llama3_8b --world-size 8 --cluster a100 --fp8-format hybrid""",
     sample.main: """

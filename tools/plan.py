@@ -23,7 +23,6 @@ started; if none were, for one node with a named model, else for the product of 
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -40,6 +39,7 @@ from planner.choice import combine_prediction_and_profile
 from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.extremes import fewest, longest, of_length
 from planner.levers import settings
+from planner.page.measured import ProfiledRun, read_profile
 from planner.search import Ranking, arrangements, nothing_left, rank
 from runtime.errors import at_least
 from runtime.files import write_text
@@ -47,23 +47,15 @@ from runtime.processes import launched_world_size
 from runtime.progress import counted
 from tools.common.arguments import parser_for, refuse_folder, run_command
 from tools.common.plan_memory import print_memory
-from tools.common.plan_text import (
-    PlanRow,
-    alike,
-    answer,
-    bars,
-    discarded,
-    headline,
-    notes,
-    optimizer_share,
-    table,
-    tightly,
-)
+from tools.common.plan_text import PlanRow
+from tools.common.plans.page import plan_page
+from tools.common.plans.printed import print_plans
+from tools.common.plans.ranked import Plans
 from tools.fit import parsed
 from tools.prepare_data import DEFAULT_VOCAB_SIZE
 from train.config.derive import with_vocabulary
 from train.config.entries import Config
-from train.config.flags import MODELS, ConfigError, model_file, write_toml
+from train.config.flags import ConfigError, model_file, write_toml
 from train.config.language import validate
 from train.run import exit_status
 
@@ -142,6 +134,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="write the fastest plan as TOML for pretrain_gpt.py",
     )
     add("--json", action="store_true", help="print JSON instead of the table")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with pictures of the plans; plans for twice the length and GPUs too",
+    )
+    add(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="with --html: show the profile in a run's folder beside the prediction of that run",
+    )
     return parser
 
 
@@ -158,6 +162,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     args, run_flags = build_parser().parse_known_args(argv)
     args.model = model
     refuse_folder("--write", args.write)
+    refuse_folder("--html", args.html)
     if model:
         config: Any = parsed(["--config", model, *run_flags])
     else:
@@ -183,6 +188,10 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     at_least(args, 1, "world_size", "top", "profile_top", "profile_iters")
     _check_flags(args, run_flags, config.reads_text)
     args.top = args.top or DEFAULT_TOP
+    args.run = None
+    if args.measured:
+        run = parsed(["--config", str(args.measured / "config.toml")])
+        args.run = ProfiledRun(args.measured, run, read_profile(args.measured))
     if args.profile:
         _check_profile(config, world_size)
     if config.reads_text and config.model.vocab_size is None:
@@ -203,7 +212,13 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
         flag = "--world-size" if args.world_size else "--profile"
         raise ConfigError(f"--fewest searches for the number of processes; do not pass {flag} too")
 
-    for name in ("write", "profile", "top"):
+    if args.measured and not args.html:
+        raise ConfigError(
+            f"--measured is {args.measured}, but the profile of a run is shown on a page; give "
+            "--html FILE, or leave out --measured"
+        )
+
+    for name in ("write", "profile", "top", "html"):
         if args.fits and getattr(args, name):
             raise ConfigError(
                 f"--{name} is for ranked plans, but --fits looks at one configuration; "
@@ -292,19 +307,6 @@ def _profiled(args: argparse.Namespace, rows: list[PlanRow]) -> list[PlanRow]:
     return [row for _, row in in_order] + rows[len(best) :]
 
 
-def _print_json(
-    args: argparse.Namespace, rows: list[PlanRow], ranking: Ranking, cluster: Cluster
-) -> None:
-    entry = {
-        "cluster": cluster.entries(),
-        "rows": [row.entry() for row in rows[: args.top]],
-        "refused": dict(ranking.refused),
-        "too_large": len(ranking.over_memory),
-        "host_short": len(ranking.over_host_memory),
-    }
-    print(json.dumps(entry))
-
-
 def plan(argv: list[str]) -> None:
     """Rank the candidates, profile them if requested, and print and write the plans."""
     args, config, world_size, cluster = prepare(argv)
@@ -330,27 +332,23 @@ def plan(argv: list[str]) -> None:
     if os.environ.get("RANK", "0") != "0":  # is_first() needs the group, but profiling ended it
         return
 
-    if args.json:
-        _print_json(args, rows, ranking, cluster)
-    elif args.model:
-        file = Path(args.model)
-        name = file.stem if file.resolve().parent == MODELS else args.model
-        print(answer(rows, parsed(["--config", args.model]), world_size, cluster, name))
-    else:
-        shown = rows[: args.top]
-        print(headline(world_size, cluster, config))
-        print(f"{discarded(ranking, cluster, args.top)}\n{note}".rstrip())
-        lines = [table(shown), *alike(shown), *optimizer_share(shown), *notes(config)]
-        print("\n".join(lines))
-        first = rows[0].candidate.prediction
-        owner = f"a process of the first row{tightly(first.bytes, cluster)}"
-        print(bars(first.memory, first.host, cluster, owner))
+    base = parsed(["--config", args.model]) if args.model else None
+    plans = Plans(args, argv, config, base, world_size, cluster, ranking, rows, note, _ranked)
+    page = plan_page(plans) if args.html else ""
+    print_plans(plans)
 
     if args.write:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.write, write_toml(rows[0].candidate.config))
-        if not args.json:
-            print(f"written: {args.write}")
+        _write(args, args.write, write_toml(rows[0].candidate.config))
+    if args.html:
+        _write(args, args.html, page)
+
+
+def _write(args: argparse.Namespace, file: Path, text: str) -> None:
+    """Write a file, and say so unless the output is JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, text)
+    if not args.json:
+        print(f"written: {file}")
 
 
 def main(argv: list[str]) -> int:

@@ -78,6 +78,16 @@ class AttentionCost:
         """Return the seconds of the backward pass, without a recomputed forward pass."""
         return self._seconds(self.plan.backward_moves(self.sizes), BACKWARD, 3 * SCAN)
 
+    def computing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds that each place computes, forward and backward: float64 ``[places]``.
+
+        Only for softmax attention. A place is a group of ranks that share heads
+        (``Geometry.place``); a rank waits for the slowest place and for transfers besides.
+        """
+        backward_moves = self.plan.backward_moves(self.sizes)
+        forward = self._busy(None, FORWARD).sum(axis=0)
+        return forward, self._busy(backward_moves, BACKWARD).sum(axis=0)
+
     def links(self) -> Links:
         """Return the bytes on each kind of link, forward and backward, counted from the plan."""
         plan = self.plan

@@ -102,8 +102,10 @@ The first three are words, aligned to the left.
 SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
 
 
-def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
-    """Format the rows as a table, numbered from ``first``, without columns that are all empty."""
+def table_cells(
+    rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), first: int = 1
+) -> list[list[str]]:
+    """Return a head and the rows' cells, numbered from ``first``, without empty columns."""
     used: dict[str, list[str]] = {}
     for head in columns:
         cells = [COLUMNS[head](row) for row in rows]
@@ -113,8 +115,12 @@ def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), firs
     lines = [["", *used]]
     for number, row_cells in enumerate(zip(*used.values(), strict=True), first):
         lines.append([str(number), *row_cells])
+    return lines
 
-    return "\n".join(aligned(lines, range(1, 4)))
+
+def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
+    """Format the rows as a table, numbered from ``first``, without columns that are all empty."""
+    return "\n".join(aligned(table_cells(rows, columns, first), range(1, 4)))
 
 
 def bars(
@@ -296,10 +302,19 @@ def notes(config: Any, scaled: bool = False) -> list[str]:
     return textwrap.wrap(note or "", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str) -> list[str]:
+def command(
+    best: Any,
+    config: Any,
+    world_size: int,
+    cluster: Cluster,
+    file: str,
+    *,
+    has_data: bool = False,
+) -> list[str]:
     """Return the lines of the command that starts a plan.
 
-    Only the settings that differ from the model's file become flags.
+    Only the settings that differ from ``config``, those of the file, become flags. With
+    ``has_data`` the file names the data too.
     """
     nodes = -(-world_size // cluster.gpus_per_node)
     while world_size % nodes:  # torchrun starts the same number of processes on each node
@@ -322,7 +337,8 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
     if nodes > 1:
         launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     task = task_of(best)
-    words = [launch, f"{task.entry} --config {file}", *flags, *task.data_flags, "--save runs/NAME"]
+    data_flags = () if has_data else task.data_flags
+    words = [launch, f"{task.entry} --config {file}", *flags, *data_flags, "--save runs/NAME"]
 
     lines = [""]
     for word in words:

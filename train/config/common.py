@@ -1,5 +1,6 @@
 """The configuration sections that both entry scripts share."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -94,9 +95,21 @@ class DryRunConfig:
     world_size: int | None = None
     """Number of processes of the run that dry_run checks; by default the product of the mesh's
     sizes."""
+    dry_run_html: str | None = None
+    """File for a page with pictures of what dry_run predicts: memory of each rehearsed process, and
+    a step of every rank over time."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "world_size")
+        if self.dry_run_html is not None and not self.dry_run:
+            raise ConfigError(
+                f"dry_run_html is {self.dry_run_html}, but dry_run is not set, and the page shows "
+                "its predictions; add --dry-run, or leave out --dry-run-html"
+            )
+        if self.dry_run_html is not None and os.path.isdir(self.dry_run_html):
+            raise ConfigError(
+                f"dry_run_html is {self.dry_run_html}, but that is a folder; give a file"
+            )
         if self.world_size is not None and not self.dry_run:
             raise ConfigError(
                 f"world_size is {self.world_size}, but dry_run is not set, and a run has as many "

@@ -1,0 +1,1 @@
+"""Ranked plans: printed, and as a page with pictures."""

@@ -89,7 +89,7 @@ RANKED = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_split_the_heads_share_every_slice_and_send_no_more(ranks):
     """Each key travels once in each pass, as without slices and with full recomputation."""
     for name, documents in RANKED:

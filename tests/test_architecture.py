@@ -80,7 +80,7 @@ NODES = {
     "planner": 47460,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 64810,
+    "tools": 64840,
     "papers": 18900,
     "bench": 21420,
     "docs": 1680,

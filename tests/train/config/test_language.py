@@ -186,6 +186,8 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--exit-duration-in-mins 0", ["exit_duration_in_mins is 0.0"]),
         ("--split 95;5", ["split is", "95;5"]),
         ("--loss-chunk-size -1", ["loss_chunk_size is -1"]),
+        ("--layer-chunk-size -1", ["layer_chunk_size is -1"]),
+        ("--layer-chunk-size 8", ["layer_chunk_size is 8", "granularity to full"]),
         ("--recompute-offload", ["recompute_offload is set", "to full or attention_boundary"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
         ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),

@@ -69,9 +69,13 @@ class RecomputeConfig:
     """Number of tokens that go through a feed-forward layer at once (blockwise, as in Ring
     Attention); the backward pass recomputes the layer's inner activations. 0 takes all tokens and
     leaves the inner activations to recompute_granularity."""
+    layer_chunk_size: int = 0
+    """Number of tokens of a rank's micro-batch that go through a layer at once (as in FPDT), to
+    save GPU memory: of all tokens, only a layer's keys, values and their gradients exist at the
+    same time. Needs recompute_granularity full. 0 takes all tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("loss_chunk_size", "ffn_chunk_size"):
+        for name in ("loss_chunk_size", "ffn_chunk_size", "layer_chunk_size"):
             value = getattr(self, name)
             if value < 0:
                 raise RecomputeError(

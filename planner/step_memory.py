@@ -25,7 +25,8 @@ from planner.step_shape import Arrangement, StepShape
 class Moments(NamedTuple):
     """Bytes at the moments of a step at which its memory may peak.
 
-    A layer's moment is in the middle of its backward pass. Which moment is the peak depends on the
+    A layer's moment is in the middle of its backward pass. The last layer is that of the kind whose
+    backward pass takes most, so a layer of another kind may already be done by then. Which moment is the peak depends on the
     model: logits are large for a large vocabulary; all activations exist during the last layer's
     backward pass, the gradients of all other layers during the first layer's, and all gradients
     during the optimizer step.
@@ -129,7 +130,8 @@ def weight_bytes(
         copied_parameters = stage.outside + stage.per_layer
     copies = copied_parameters * size * is_copied
 
-    gradients, waiting_bytes = _gradients(work, shards, arrangement, stage)
+    num_done = _done_before_last(work, plan, arrangement)
+    gradients, waiting_bytes = _gradients(work, shards, arrangement, stage, num_done)
 
     # While the backward pass is in layer n: the gradients of layer n + 1, which are freed only when
     # those of layer n are reduced, and the weights of layer n - 1, gathered ahead.
@@ -145,7 +147,7 @@ def weight_bytes(
 
     temporary = Moments(
         loss=0,
-        last_layer=waiting_bytes + gathered,
+        last_layer=waiting_bytes + gathered + unreduced_bytes * num_done,
         second_layer=waiting_bytes + gathered + unreduced_bytes,
         first_layer=waiting_bytes + unreduced_bytes,
         end=max(last, step) - copies,  # gathered weights are freed at the end
@@ -154,7 +156,7 @@ def weight_bytes(
 
 
 def _gradients(
-    work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage
+    work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage, done_before_last: int
 ) -> tuple[Moments, float]:
     """Count the gradients at each moment, and the output projection's while it waits to be reduced.
 
@@ -170,7 +172,7 @@ def _gradients(
 
     # The output's gradient waits for those of the other parameters outside the layers.
     waiting_bytes = work.element_size * stage.output * trained_share
-    num_done = (0, 0, max(0, stage.layers - 2), stage.layers - 1)
+    num_done = (0, done_before_last, max(0, stage.layers - 2), stage.layers - 1)
     by_moment = [4 * layers * stage.per_layer * trained_share / shards for layers in num_done]
     at_end = 4 * stage.total * trained_share / shards
     return Moments._make([*by_moment, at_end]), waiting_bytes
@@ -216,9 +218,10 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
     waiting_bytes = (in_flight - 1) * all_layers + sent
     keeps_loss = arrangement.pipeline.pipeline_schedule == "GPipe"
     other_micro_batches = all_layers + _loss_kept(work, tokens, arrangement) * keeps_loss
+    done_bytes = per_layer * min(kept_layers - 1, _done_before_last(work, plan, arrangement))
     activations = Moments(
         loss=all_layers + 2 * stream + (in_flight_last - 1) * other_micro_batches,
-        last_layer=all_layers + waiting_bytes,
+        last_layer=all_layers - done_bytes + waiting_bytes,
         second_layer=waiting_bytes + two_layers,
         first_layer=waiting_bytes + first_layer,
         end=0,
@@ -227,6 +230,18 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
     loss = _loss_bytes(work, tokens, arrangement)
     layer = max(_backward_bytes(kind, plan, arrangement) for _, kind in kinds(work))
     return activations, Moments(loss, layer, layer, layer + recomputed_bytes, 0)
+
+
+def _done_before_last(work: StepShape, plan: Plan, arrangement: Arrangement) -> int:
+    """Return the layers (0 or 1) that are done when the last layer of the largest kind begins.
+
+    A hybrid's last layer may have softmax attention, while layers with a delta rule take more. The
+    stages of a pipeline end with layers of any kind, so there the last one counts as the largest.
+    """
+    if not work.softmax_last or arrangement.pp > 1:
+        return 0
+    softmax, delta = [_backward_bytes(kind, plan, arrangement) for _, kind in kinds(work)]
+    return int(delta > softmax)
 
 
 def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
@@ -298,7 +313,11 @@ def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> fl
         moves = plan.backward_moves(sizes_of_rank)
         buffers: float = backward_buffers(plan, sizes_of_rank, moves)
     else:
-        buffers = work.delta.split(tp).buffers(work.micro_batch, plan.local_len, work.element_size)
+        delta = work.delta.split(tp)
+        buffers = delta.buffers(work.micro_batch, plan.local_len, work.element_size)
+        # The output before and after its norm, its gate and the gated output are freed; the
+        # gradients of the output and of the gate exist.
+        freed_bytes += 2 * tokens * delta.outputs * work.element_size
     attention = buffers + 2 * stream - freed_bytes + num_matrices * matrix
     return recomputed_bytes + max(attention, ffn)
 

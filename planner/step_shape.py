@@ -40,6 +40,8 @@ class StepShape:
     """Number of a hybrid's softmax layers; the plan describes them only beside a delta rule."""
     softmax_seconds: float = 0.0
     """Seconds of a softmax layer's attention forward and backward, in its own layout."""
+    softmax_last: bool = False
+    """True if the last layer beside a delta rule has softmax attention."""
     delta: DeltaShape | None = None
     """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
     gate: float = 0.0

@@ -151,9 +151,15 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
         taps=model.linear_conv_kernel_dim,
         per_channel=model.linear_gate == "per_channel",
     )
+    softmax = softmax_layers(model)
     norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
     gate = model.footprint.output_gate + norms
-    return numbers | {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
+    return numbers | {
+        "delta": heads,
+        "softmax_layers": len(softmax),
+        "softmax_last": model.num_layers - 1 in softmax,
+        "gate": gate,
+    }
 
 
 class _NoInitialization(TorchFunctionMode):

@@ -114,6 +114,7 @@ class Arrangement:
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
+    layer_chunk: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     compiled: bool = False
 

@@ -53,7 +53,7 @@ MAX_MICRO_BATCHES = 32
 
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
-    """Return the work of a step. The vocabulary of a language model must be known.
+    """Return the work of a step. A language model's vocabulary must be known.
 
     A CPU has no fused kernels for norms and the delta rule, so layers keep more there.
 
@@ -151,13 +151,12 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
         taps=model.linear_conv_kernel_dim,
         per_channel=model.linear_gate == "per_channel",
     )
-    softmax = softmax_layers(model)
     norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
     gate = model.footprint.output_gate + norms
     return numbers | {
         "delta": heads,
-        "softmax_layers": len(softmax),
-        "softmax_last": model.num_layers - 1 in softmax,
+        "softmax_layers": len(softmax_layers(model)),
+        "softmax_last": model.has_softmax(model.num_layers - 1),
         "gate": gate,
     }
 

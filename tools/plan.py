@@ -38,9 +38,10 @@ if not __package__:  # run as a script: the packages are one folder up
 from data.tokenizer import load_tokenizer
 from planner.choice import combine_prediction_and_profile
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.extremes import fewest, longest, of_length
+from planner.extremes import fewest, limit_of_longest, longest, of_length
 from planner.levers import settings
-from planner.search import Ranking, arrangements, nothing_left, rank
+from planner.limits import nothing_left
+from planner.search import Ranking, arrangements, rank
 from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
@@ -293,7 +294,11 @@ def _profiled(args: argparse.Namespace, rows: list[PlanRow]) -> list[PlanRow]:
 
 
 def _print_json(
-    args: argparse.Namespace, rows: list[PlanRow], ranking: Ranking, cluster: Cluster
+    args: argparse.Namespace,
+    rows: list[PlanRow],
+    ranking: Ranking,
+    cluster: Cluster,
+    limit: str,
 ) -> None:
     entry = {
         "cluster": cluster.entries(),
@@ -301,6 +306,7 @@ def _print_json(
         "refused": dict(ranking.refused),
         "too_large": len(ranking.over_memory),
         "host_short": len(ranking.over_host_memory),
+        "limit": limit,
     }
     print(json.dumps(entry))
 
@@ -320,6 +326,12 @@ def plan(argv: list[str]) -> None:
     if not ranking.candidates:
         raise ConfigError(nothing_left(ranking, cluster))
 
+    limit = ""
+    if args.longest:
+        limit = limit_of_longest(config, world_size, cluster)
+    if limit:
+        note = f"a longer sequence lacks {limit}"
+
     rows = []
     for candidate in ranking.candidates:
         dp = world_size // math.prod(candidate.config.mesh.sizes)
@@ -331,11 +343,13 @@ def plan(argv: list[str]) -> None:
         return
 
     if args.json:
-        _print_json(args, rows, ranking, cluster)
+        _print_json(args, rows, ranking, cluster, limit)
     elif args.model:
         file = Path(args.model)
         name = file.stem if file.resolve().parent == MODELS else args.model
         print(answer(rows, parsed(["--config", args.model]), world_size, cluster, name))
+        if limit:
+            print(note)
     else:
         shown = rows[: args.top]
         print(headline(world_size, cluster, config))

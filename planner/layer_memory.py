@@ -13,6 +13,12 @@ from planner.layers.buffers import backward_buffers
 from planner.layers.slice_cost import SliceCost
 from planner.step_shape import Arrangement, StepShape
 
+ROTARY = 4
+"""Bytes of a token's rotary tables for each channel of a head: half a sine and half a cosine.
+
+All layers share the tables. They count where little else exists of all tokens.
+"""
+
 
 def backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
     """Count the bytes that a layer's backward pass adds to those that its forward pass kept.
@@ -81,13 +87,14 @@ def _slices_bytes(
 ) -> float:
     """Count ``backward_bytes`` of a layer that takes its sequence slice by slice.
 
-    Of all tokens there are the gradients of the layer's output and input, and the keys; inner
-    activations are those of a slice. The weights' gradients are summed in float32.
+    Of all tokens there are the gradients of the layer's output and input, the keys, and the tables
+    of rotary positions; inner activations are those of a slice. The weights' gradients are summed
+    in float32.
     """
     tp = arrangement.tp
     slices = slice_cost(work, plan, arrangement)
     stream = work.tokens(plan) * work.hidden * work.element_size / tp
-    of_all_tokens = 2 * stream
+    of_all_tokens = 2 * stream + rotary_tables(work, plan, arrangement)
     if arrangement.offload:
         of_all_tokens += work.tokens(plan) * saved_bytes
     if work.delta is None:
@@ -106,6 +113,11 @@ def _slices_bytes(
 def slice_cost(work: StepShape, plan: Plan, arrangement: Arrangement) -> SliceCost:
     """Return the cost of a layer's slices; ``arrangement`` must have a ``layer_chunk``."""
     return SliceCost(plan, rank_sizes(work, plan, arrangement.tp), arrangement.layer_chunk)
+
+
+def rotary_tables(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
+    """Return the bytes of rotary tables, which count only if layers take the sequence in slices."""
+    return ROTARY * work.head_dim * work.tokens(plan) * (arrangement.layer_chunk > 0)
 
 
 def slice_states(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:

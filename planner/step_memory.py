@@ -19,6 +19,7 @@ from planner.layer_memory import (
     fetched_ahead,
     kept_per_token,
     kinds,
+    rotary_tables,
     slice_states,
 )
 from planner.optimizer_cost import stage_group, temporary_bytes
@@ -231,7 +232,9 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
         end=0,
     )
 
-    loss = _loss_bytes(work, tokens, arrangement)
+    # The logits are freed when the last norm runs back.
+    loss = max(_loss_bytes(work, tokens, arrangement), (work.norm_streams - 2) * stream)
+    loss += rotary_tables(work, plan, arrangement)
     layer = max(backward_bytes(kind, plan, arrangement) for _, kind in kinds(work))
     return activations, Moments(loss, layer, layer, layer + recomputed_bytes, 0)
 

@@ -52,6 +52,8 @@ class StepShape:
     """Number of tensors of the residual stream's size that a layer keeps: residuals, and inputs of
     norms and matmuls.
     """
+    norm_streams: float = 2.0
+    """Number of tensors of the residual stream's size in the backward pass of the last norm."""
     normed: float = 0.0
     """Number of additional copies of a delta rule's output that its norm keeps if no kernel fuses
     it.

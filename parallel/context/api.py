@@ -22,6 +22,7 @@ from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
 from parallel.context.methods import LINEAR_METHODS
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
+from parallel.context.slices.delta import SliceDelta
 from parallel.context.softmax import SoftmaxAttention
 from parallel.context.staged import StagedExecutor
 from parallel.context.transport import HeadExchange, Transport
@@ -140,6 +141,10 @@ class ContextParallel:
         self.convolve = self.delta.convolve
         """Short causal convolution of this rank's x with a weight; delta rule layers run it first.
         """
+
+    def delta_of_slices(self, whole: Any, backend: str = "auto") -> SliceDelta:
+        """Return the gated delta rule of slices of this object's sequences; see ``SliceDelta``."""
+        return SliceDelta(whole, self._heads, self.handle, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """Return this rank's shard of ``x`` along ``dim``, padded with ``pad_value`` where needed.

@@ -58,6 +58,9 @@ class PlanOptions:
     all ranks share one node."""
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward pass circulates; ``auto`` takes those with fewer bytes."""
+    slice_len: int = 0
+    """Number of each rank's tokens in a slice, if layers take the sequence slice by slice; 0 for
+    the whole sequence at once."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
     """Schedule by which ranks pass on the states of a delta rule (``linear/segments.py``)."""
 
@@ -178,7 +181,9 @@ class Geometry:
         name = "contiguous" if self.options.layout == BALANCED else self.options.layout
         team = self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
-        return Layout(name, padded, self.size, team)
+        slice_len = self.options.slice_len
+        parts = self.options.multiple if slice_len else 1
+        return Layout(name, padded, self.size, team, slice_len, parts)
 
     @property
     def slots(self) -> int:

@@ -11,7 +11,7 @@ Shapes: B sequences, T tokens of this context-parallel rank, C width of the resi
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from kernels.loss import ChunkGradients, graph_of_chunk
-from parallel.context.slices.layer import KeysStoredError, Slice, SliceMemory
+from parallel.context.slices.layer import KeysStoredError, Slice, SliceMemory, slice_bounds
 from parallel.offload import Layer, unpack
 
 
@@ -40,8 +40,6 @@ class LayerInSlices:
         if states is not None:  # a cache serves one token or a prompt, without gradients
             return self.forward(x, positions, mask, states)
 
-        # Read in every call, since FSDP replaces the shards with whole weights while a layer runs.
-        parameters = tuple(self.layer.parameters())
         hooks: Any = nullcontext()
         if self.begin_layer is not None:
             hooks = saved_tensors_hooks(self.begin_layer().pack, unpack)
@@ -49,9 +47,43 @@ class LayerInSlices:
         mesh = getattr(x, "device_mesh", None)
         layer_pass = LayerPass(self, positions, mask, mesh)
         tokens = x if mesh is None else x.to_local()  # [B, T / tp, C]
-        with hooks:
+        with hooks, gathered_inside(self.layer, reshard=True):
+            # Read in every call, since FSDP replaces shards with whole weights while a layer runs.
+            parameters = tuple(self.layer.parameters())
             out = _InSlices.apply(layer_pass, tokens, *parameters)
         return layer_pass.wrapped(out)
+
+
+@contextmanager
+def gathered_inside(layer: nn.Module, *, reshard: bool) -> Iterator[None]:
+    """Gather the modules inside a layer that FSDP shards by themselves, once for all slices.
+
+    Such modules have another dtype than the layer. Their own hooks would gather them for each
+    slice, and would reduce their gradients before the slices' sums are complete. FSDP reduces these
+    at the end of the backward pass, as for modules whose hooks did not run.
+
+    Args:
+        reshard: free the gathered weights at the end. False after a backward pass, at whose end
+            FSDP frees them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    inner: list[Any] = []
+    for module in layer.modules():
+        if module is not layer and isinstance(module, FSDPModule):
+            inner.append(module)
+    for module in inner:
+        module.unshard()
+        # In this state the hooks leave the weights as they are.
+        module._get_fsdp_state()._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for module in inner:
+            module._get_fsdp_state()._training_state = TrainingState.IDLE
+            if reshard:
+                module.reshard()
 
 
 @dataclass
@@ -72,12 +104,9 @@ class LayerPass:
     def slices(self, x: Tensor, memory: SliceMemory, **settings: Any) -> Iterator[Slice]:
         """Yield the slices of x ``[B, T / tp, C]``, in the order of their positions."""
         total = x.shape[1] * self.parts
-        size = self.layer.size
-        count = -(-total // size)
-        for number in range(count):
-            first = number * size
-            end = min(first + size, total)
-            yield Slice(memory, number, count, first, end, total, self.mask, **settings)
+        bounds = slice_bounds(total, self.layer.size)
+        for number, (first, end) in enumerate(bounds):
+            yield Slice(memory, number, len(bounds), first, end, total, self.mask, **settings)
 
     def rows(self, piece: Slice) -> tuple[slice, slice]:
         """Return the index of a slice's tokens in x ``[B, T / tp, C]``."""
@@ -133,27 +162,33 @@ class _InSlices(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         layer_pass: LayerPass = ctx.layer_pass
-        memory = SliceMemory(states=ctx.states)
-        if ctx.has_keys:
-            for piece in layer_pass.slices(x, memory, keys_only=True):
-                _store_keys(layer_pass, x, piece)
-            memory.has_all_keys = True
-
         gradients = ChunkGradients(x, ctx.parameters, ctx.needs_input_grad[1:])
-        for piece in reversed(list(layer_pass.slices(x, memory))):
-            rows = layer_pass.rows(piece)
-            chunk = gradients.leaf(x[rows])
-            with graph_of_chunk():
-                out = layer_pass.run(chunk, piece)
-            outputs = [out]
-            grads: list[Tensor | None] = [dout[rows]]
-            for state, gradient in piece.leaving_gradients():
-                outputs.append(state)
-                grads.append(gradient)
-            leaves = list(piece.entering.values())
-            entered = gradients.add_through(rows, chunk, outputs, grads, leaves)
-            piece.return_gradients(entered)
+        memory = SliceMemory(states=ctx.states)
+        with gathered_inside(layer_pass.layer.layer, reshard=False):
+            if ctx.has_keys:
+                for piece in layer_pass.slices(x, memory, keys_only=True):
+                    _store_keys(layer_pass, x, piece)
+                memory.has_all_keys = True
+            for piece in reversed(list(layer_pass.slices(x, memory))):
+                _add_gradients(layer_pass, gradients, x, dout, piece)
         return None, *gradients.times()
+
+
+def _add_gradients(
+    layer_pass: LayerPass, gradients: ChunkGradients, x: Tensor, dout: Tensor, piece: Slice
+) -> None:
+    """Run a slice forward again and backward, and add its gradients."""
+    rows = layer_pass.rows(piece)
+    chunk = gradients.leaf(x[rows])
+    with graph_of_chunk():
+        out = layer_pass.run(chunk, piece)
+    outputs = [out]
+    grads: list[Tensor | None] = [dout[rows]]
+    for state, gradient in piece.leaving_gradients():
+        outputs.append(state)
+        grads.append(gradient)
+    entering = list(piece.entering.values())
+    piece.return_gradients(gradients.add_through(rows, chunk, outputs, grads, entering))
 
 
 def _store_keys(layer_pass: LayerPass, x: Tensor, piece: Slice) -> None:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from kernels.loss import over_chunks
-from parallel.offload import Layer, Offload, OnHost, identity, unpack
 from parallel.layer_slices import LayerInSlices
+from parallel.offload import Layer, Offload, OnHost, identity, unpack
 from runtime.errors import UserError
 
 ATTENTION = frozenset(
@@ -98,9 +98,7 @@ class RecomputeConfig:
             )
 
 
-def recompute_layers(
-    layers: nn.ModuleList, config: RecomputeConfig, slice_len: int = 0
-) -> None:
+def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig, slice_len: int = 0) -> None:
     """Apply the policy to every layer in place; call once, before the model is sharded.
 
     With ``attention_boundary`` the layers raise RecomputeError if their attention is not an

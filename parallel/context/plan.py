@@ -18,7 +18,16 @@ from torch import Tensor
 
 from kernels.blocks import Tile
 from parallel.context.geometry import Geometry, PlanOptions
-from parallel.context.layout import BALANCED, ContextError, Layout, Mask, Reach, Stride, Window, mask_of
+from parallel.context.layout import (
+    BALANCED,
+    ContextError,
+    Layout,
+    Mask,
+    Reach,
+    Stride,
+    Window,
+    mask_of,
+)
 from parallel.context.methods import method_of
 from parallel.context.methods.base import Ranks, Round
 from parallel.context.sparse.balanced import ArcLayout

@@ -22,6 +22,11 @@ StateKey = tuple[int, str]
 """Number of the slice that takes a state, and the name of the state."""
 
 
+def slice_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """Return the first token of each slice of ``size`` tokens, and the one after its last."""
+    return [(first, min(first + size, total)) for first in range(0, total, size)]
+
+
 class KeysStoredError(Exception):
     """Ends the forward pass of a slice of which only the keys and values are needed."""
 
@@ -48,8 +53,7 @@ class SliceMemory:
     """Number of the slice whose attention was the last to run back."""
 
     def store_keys(self, first: int, k: Tensor, v: Tensor, total: int) -> None:
-        """Store the keys and values ``[B, n, G, D]`` of positions from ``first`` on, of ``total``.
-        """
+        """Store keys and values ``[B, n, G, D]`` from position ``first`` on, of ``total``."""
         if self.keys is None:
             shape = (k.shape[0], total, *k.shape[2:])
             self.keys = Keys(k.new_empty(shape), v.new_empty(shape))

@@ -178,7 +178,9 @@ class Geometry:
         ``balanced``, only the lengths of this layout are valid, because the positions then depend
         on the mask; ``Plan.layout`` has them.
         """
-        name = "contiguous" if self.options.layout == BALANCED else self.options.layout
+        name = self.options.layout
+        if name == BALANCED or self.options.slice_len:
+            name = "contiguous"
         team = self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
         slice_len = self.options.slice_len

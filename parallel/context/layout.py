@@ -67,12 +67,11 @@ class Layout:
                 f"team size {self.team_size} does not divide the context-parallel size "
                 f"{self.size}; use a team size that divides it"
             )
-        if self.slice_len and (self.name != "contiguous" or self.slice_len % self.slice_parts):
+        if self.slice_len % self.slice_parts:
             raise ContextError(
-                f"slices of {self.slice_len} tokens of each rank cannot have the {self.name} "
-                f"layout over {self.slice_parts} tensor-parallel ranks; set layer_chunk_size to a "
-                "multiple of the tensor-parallel size (for each sequence of a micro-batch), and "
-                "context_parallel_layout to contiguous"
+                f"slices of {self.slice_len} tokens of each rank cannot be split by "
+                f"{self.slice_parts} tensor-parallel ranks; set layer_chunk_size to a multiple of "
+                "their number, for each sequence of a micro-batch"
             )
         step = granularity(self.name, self.size, self.team_size)
         if self.seq_len < 1 or self.seq_len % step:

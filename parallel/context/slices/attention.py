@@ -64,7 +64,8 @@ def attend_slice(
         local_sinks = None if sinks is None else exchange.local_heads(sinks)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         queries = tokens_to_heads(exchange, q)  # [B, U N, H / U, D]
-        handles = (executor.handle, exchange.handle, piece.handle, plan)
+        # The slice keeps no handle, which would keep the slice and all keys alive in turn.
+        handles = (executor.handle, exchange.handle, SLICES.tensor(piece), plan)
         out, _ = torch.ops.longmesh.slice_attention(
             queries, k, v, local_sinks, factor, *handles, list(window or ())
         )

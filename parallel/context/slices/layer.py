@@ -111,9 +111,6 @@ class Slice:
     leaving: dict[str, Tensor] = field(default_factory=dict)
     """States that this slice handed on in a pass with gradients."""
 
-    def __post_init__(self) -> None:
-        self.handle = SLICES.tensor(self)
-
     def positions(self, ranks: int) -> tuple[int, int]:
         """Return the slice's first position, and the one after its last, over ``ranks`` ranks."""
         return self.first * ranks, self.end * ranks
@@ -148,12 +145,14 @@ class Slice:
             gradient = gradients.pop(key)
             if state.requires_grad:
                 pairs.append((state, gradient))
+        self.leaving.clear()
         return pairs
 
     def return_gradients(self, gradients: tuple[Tensor, ...]) -> None:
         """Leave the gradients of the states that entered, in their order, for the slice before."""
         for name, gradient in zip(self.entering, gradients, strict=True):
             self.memory.state_gradients[self.number, name] = gradient
+        self.entering.clear()
 
 
 SLICES: Handles[Slice] = Handles()

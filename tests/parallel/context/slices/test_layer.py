@@ -12,7 +12,7 @@ from parallel.context.slices import delta
 from parallel.context.slices.layer import Slice, SliceMemory, SliceOrderError
 from runtime.ranks import run_ranks
 from tests.model.models import FAMILY, GPT, KDA, LLAMA, tied
-from tests.parallel.context.slices.models import PACKED, furthest, step
+from tests.parallel.context.slices.models import PACKED, furthest, prepared, step
 
 EXACT = 1e-12
 """Bound relative to the largest entry, in float64; faults are 10^9 times as far and more."""
@@ -257,7 +257,7 @@ def test_without_gradients_the_layers_run_in_slices_too(monkeypatch):
 def peak_bytes(length, size):
     """Return the peak of a step in bytes, beyond the weights and their gradients."""
     config = scaled(LLAMA, num_layers=2, hidden_size=32, ffn_hidden_size=256, vocab_size=8)
-    model, _, loss_sum = prepared(
+    _, _, loss_sum = prepared(
         config,
         size,
         documents=None,
@@ -272,9 +272,15 @@ def peak_bytes(length, size):
 
 
 def test_inner_memory_grows_with_the_slice_not_with_the_sequence():
-    """Of the sequence there are inputs, keys and gradients, and 9 MB of FFN and queries are not."""
+    """Of the whole sequence there are only inputs, keys and values, and gradients of these."""
     lengths = (512, 1024, 1536, 2048)
-    width = 32
     in_slices = [peak_bytes(length, 128) for length in lengths]
     whole = [peak_bytes(length, 0) for length in lengths]
-    print(in_slices, whole)
+    tokens = lengths[-1] - lengths[0]
+    assert (in_slices[-1] - in_slices[0]) / tokens < 0.2 * (whole[-1] - whole[0]) / tokens
+    for length, peak in zip(lengths, in_slices, strict=True):
+        assert peak < in_slices[0] * length / lengths[0]
+
+    larger = [peak_bytes(lengths[-1], size) for size in (256, 512)]
+    assert in_slices[-1] < larger[0] < larger[1] < whole[-1]
+    assert larger[1] - larger[0] > 1.5 * (larger[0] - in_slices[-1])

@@ -8,6 +8,7 @@ Shapes: N rows (tokens), C their width, V vocabulary entries.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def _chunks(x: Tensor, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, len(x)))
 
 
-class _Gradients:
+class ChunkGradients:
     """Gradients of chunks: of x row by row, and of parameters as sums in float32 or wider."""
 
     def __init__(self, x: Tensor, parameters: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
@@ -167,16 +168,42 @@ class _Gradients:
 
         ``grad`` is the gradient of the result; None means 1.
         """
-        chunk = x[rows].detach().requires_grad_(self._dx is not None)
-        # Saved-tensor hooks are disabled: a checkpoint around this would recompute everything for
-        # each chunk that reads a saved tensor.
-        with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+        chunk = self.leaf(x[rows])
+        with graph_of_chunk():
             out = fn(chunk, rows)
-        inputs = self._trained if self._dx is None else [chunk, *self._trained]
-        gradients = torch.autograd.grad(out, inputs, grad)
+        self.add_through(rows, chunk, [out], [grad])
+        return out.detach()
+
+    def leaf(self, chunk: Tensor) -> Tensor:
+        """Return a part of x as the beginning of a graph of its own."""
+        return chunk.detach().requires_grad_(self._dx is not None)
+
+    def add_through(
+        self,
+        rows: Any,
+        chunk: Tensor,
+        outputs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
+        """Add the gradients of a chunk's graph; return those of other leaves of the graph.
+
+        Args:
+            rows: index of the chunk in x.
+            chunk: the leaf from which the graph was computed.
+            outputs, grads: results of the graph and their gradients; None means 1.
+            leaves: tensors besides ``chunk`` and the parameters that need gradients.
+        """
+        inputs = [*self._trained, *leaves]
+        if self._dx is not None:
+            inputs = [chunk, *inputs]
+        gradients = torch.autograd.grad(outputs, inputs, grads)
         if self._dx is not None:
             self._dx[rows] = gradients[0]
             gradients = gradients[1:]
+        count = len(self._trained)
+        others = gradients[count:]
+        gradients = gradients[:count]
 
         if self._sums:
             for total, gradient in zip(self._sums, gradients, strict=True):
@@ -184,7 +211,7 @@ class _Gradients:
         else:
             for gradient, parameter in zip(gradients, self._trained, strict=True):
                 self._sums.append(gradient.to(accum_dtype(parameter.dtype), copy=True))
-        return out.detach()
+        return others
 
     def times(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the gradients of x and of all parameters, times ``factor``, in their dtypes.
@@ -209,6 +236,16 @@ class _Gradients:
             else:
                 gradients.append(None)
         return gradients
+
+
+@contextmanager
+def graph_of_chunk() -> Iterator[None]:
+    """Compute a chunk with gradients, whatever the mode and the saved-tensor hooks around it.
+
+    A checkpoint around this would recompute everything for each chunk that reads a saved tensor.
+    """
+    with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+        yield
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -237,7 +274,7 @@ class _OverChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gradients = _Gradients(x, ctx.parameters, ctx.needs_input_grad[2:])
+        gradients = ChunkGradients(x, ctx.parameters, ctx.needs_input_grad[2:])
         for rows in _chunks(x, ctx.size):
             gradients.add(ctx.fn, x, rows, grad[rows])
         return None, None, *gradients.times()
@@ -250,7 +287,7 @@ class _SumOverChunks(torch.autograd.Function):
     ) -> Tensor:
         if not trains or not any(ctx.needs_input_grad):
             return torch.stack([fn(x[rows], rows) for rows in _chunks(x, size)]).sum()
-        ctx.gradients = _Gradients(x, parameters, ctx.needs_input_grad[3:])
+        ctx.gradients = ChunkGradients(x, parameters, ctx.needs_input_grad[3:])
         return torch.stack([ctx.gradients.add(fn, x, rows) for rows in _chunks(x, size)]).sum()
 
     @staticmethod

@@ -33,6 +33,10 @@ class ParallelSections(Protocol):
         """Configuration of float8; its ``convert(layers)`` replaces the layers' matmuls."""
 
     @property
+    def slice_len(self) -> int:
+        """Number of a rank's tokens of each sequence that go through a layer at once; 0 for all."""
+
+    @property
     def train(self) -> Any:
         """Configuration of training; only its ``bf16`` and ``compile`` are read here."""
 
@@ -82,7 +86,7 @@ def parallelize(
 
         # Comes before FSDP, so that FSDP's hooks gather a layer's weights before the backward pass
         # recomputes the layer.
-        recompute_layers(module.layers, config.recompute)
+        recompute_layers(module.layers, config.recompute, config.slice_len)
 
         # FSDP comes last, so gathering the weights is neither compiled nor recomputed.
         shard_model(

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from kernels.loss import over_chunks
+from parallel.layer_slices import LayerInSlices
 from parallel.offload import Layer, Offload, OnHost, identity, unpack
 from runtime.errors import UserError
 
@@ -81,6 +82,13 @@ class RecomputeConfig:
                 raise RecomputeError(
                     f"{name} is {value}; set it to a number of tokens, or to 0 for all"
                 )
+        if self.layer_chunk_size and self.recompute_granularity != "full":
+            raise RecomputeError(
+                f"layer_chunk_size is {self.layer_chunk_size}, but recompute_granularity is "
+                f"{self.recompute_granularity}: a layer in pieces keeps only its input, and its "
+                "backward pass recomputes every piece; set recompute_granularity to full, or "
+                "leave out layer_chunk_size"
+            )
         if self.recompute_offload and self.recompute_granularity in ("none", "selective"):
             raise RecomputeError(
                 "recompute_offload is set, but recompute_granularity is "
@@ -90,11 +98,15 @@ class RecomputeConfig:
             )
 
 
-def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
+def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig, slice_len: int = 0) -> None:
     """Apply the policy to every layer in place; call once, before the model is sharded.
 
     With ``attention_boundary`` the layers raise RecomputeError if their attention is not an
     operator of ``ATTENTION``, since it would silently be recomputed.
+
+    Args:
+        slice_len: number of this rank's tokens of each sequence that go through a layer at once; 0
+            takes ``layer_chunk_size``, for micro-batches of one sequence.
     """
     offload = Offload() if config.recompute_offload else None
     for number, module in enumerate(layers):
@@ -103,13 +115,16 @@ def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
             layer.mlp.forward = partial(
                 _in_chunks, layer.mlp, layer.mlp.forward, config.ffn_chunk_size
             )
-        if config.recompute_granularity == "selective":
+        begin_layer = partial(offload.layer, first=number == 0) if offload else None
+        if config.layer_chunk_size:
+            length = slice_len or config.layer_chunk_size
+            layer.forward = LayerInSlices(layer, layer.forward, length, begin_layer)
+        elif config.recompute_granularity == "selective":
             layer.attention.attend = partial(
                 checkpoint, layer.attention.attend, use_reentrant=False
             )
         elif config.recompute_granularity != "none":
             save_attention = config.recompute_granularity == "attention_boundary"
-            begin_layer = partial(offload.layer, first=number == 0) if offload else None
             layer.forward = partial(_recomputed, layer.forward, save_attention, begin_layer)
 
 

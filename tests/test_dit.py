@@ -207,6 +207,7 @@ BAD = {
     "--num-virtual-stages-per-pipeline-rank 2 "
     "--pipeline-schedule InterleavedZeroBubble": ("InterleavedZeroBubble", "use Interleaved1F1B"),
     "--loss-chunk-size 8": ("loss_chunk_size is 8", "leave out --loss-chunk-size"),
+    "--layer-chunk-size 8 --recompute-granularity full": ("layer_chunk_size is 8", "full, so the"),
     "--context-parallel-method striped --context-parallel-size 2": ("striped", "ring"),
     "--context-parallel-method lasp": ("lasp",),
     "--data-path nowhere": ("nowhere",),

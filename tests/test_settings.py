@@ -122,6 +122,12 @@ CONTRADICTIONS = """
     --data-path 1 x 2 | --data-path 0 x 1 y | --data-path nan x | --data-path
     --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1
     ---lr 1
+    --layer-chunk-size 16 | --layer-chunk-size 16 --recompute-granularity selective
+    --layer-chunk-size 16 --recompute-granularity full --context-parallel-method none
+    --layer-chunk-size 18 --recompute-granularity full --micro-batch-size 4
+    --layer-chunk-size 16 --recompute-granularity full --model-type linear_transformer
+    --layer-chunk-size 16 --recompute-granularity full --context-parallel-layout zigzag
+    --layer-chunk-size 16 --recompute-granularity full --compile
 """
 """Others, with a message of their own, are in ``tests/train/config``."""
 

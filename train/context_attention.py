@@ -70,11 +70,12 @@ def _delta_context_of(
 ) -> tuple[ContextParallel, HybridAttention]:
     """Set up delta-rule layers in a model whose softmax layers have the same token layout."""
     cp, softmax = softmax_context(config, group, sdpa, links)
-    if config.mesh.context_parallel_size > 1:
-        return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
-
     backend = "reference" if config.context.attention_backend == "reference" else "auto"
     local_rule = OneDevice(_cu_seqlens, backend)
+    if config.slice_len:
+        return cp, HybridAttention(cp.delta_of_slices(local_rule, backend), softmax)
+    if config.mesh.context_parallel_size > 1:
+        return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
     if config.packed and config.train.compile:
         return cp, HybridAttention(_uncompiled(local_rule, local_rule.convolve), softmax)
     return cp, HybridAttention(local_rule, softmax)
@@ -231,10 +232,11 @@ def softmax_context(
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
         links=links,
+        slice_len=config.slice_len,
         **context.plan_arguments(config.mesh.context_ranks_per_node),
     )
 
-    is_sharded = config.mesh.context_parallel_size > 1
+    is_sharded = config.mesh.context_parallel_size > 1 or config.slice_len > 0
     local_kernel_fits = takes_whole(backend, device_type, config.train.dtype)
     if is_sharded or config.packed or not local_kernel_fits or not _ignores_padding(config, cp):
         return cp, cp.attend

@@ -3,6 +3,9 @@
 Shapes: B sequences, T tokens, H heads, D width of a head, R channels of a head that rotate.
 """
 
+from collections.abc import Callable
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -49,6 +52,20 @@ class Rotary:
         if window is None or self.local is None:
             return self
         return self.local
+
+    def of(self, take: Callable[[Tensor, int], Tensor]) -> "Rotary":
+        """Return the rotation of some of the tokens.
+
+        Args:
+            take: function (x, dim) that takes these tokens from x along ``dim``.
+        """
+        part = copy(self)
+        part.positions = take(self.positions, -1)
+        part.cos = take(self.cos, -3)
+        part.sin = take(self.sin, -3)
+        if self.local is not None:
+            part.local = self.local.of(take)
+        return part
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate x [B, T, H, D] by its tokens' angles, in float32 or wider; keep x's dtype."""

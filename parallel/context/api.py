@@ -22,6 +22,8 @@ from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
 from parallel.context.methods import LINEAR_METHODS
 from parallel.context.plan import PLANS, Plan, PlanHandle, make_plan
+from parallel.context.slices.delta import SliceDelta
+from parallel.context.slices.layer import slice_bounds
 from parallel.context.softmax import SoftmaxAttention
 from parallel.context.staged import StagedExecutor
 from parallel.context.transport import HeadExchange, Transport
@@ -109,9 +111,13 @@ class ContextParallel:
         """
         if self.plan.geometry.method.states:
             return
+        geometry = self.plan.geometry
         for window in windows:
             plan = self.plan if window is None else self.plan.windowed(window)
-            if plan.sparse:
+            if geometry.options.slice_len:
+                for first, end in slice_bounds(geometry.local_len, geometry.options.slice_len):
+                    plan.slice_tiles(first * geometry.size, end * geometry.size)
+            elif plan.sparse:
                 plan.schedule(self._rank)
                 plan.schedule(self._rank, plan.sparse_moves)
 
@@ -140,6 +146,10 @@ class ContextParallel:
         self.convolve = self.delta.convolve
         """Short causal convolution of this rank's x with a weight; delta rule layers run it first.
         """
+
+    def delta_of_slices(self, whole: Any, backend: str = "auto") -> SliceDelta:
+        """Return the gated delta rule of slices of this object's sequences; see ``SliceDelta``."""
+        return SliceDelta(whole, self._heads, self.handle, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """Return this rank's shard of ``x`` along ``dim``, padded with ``pad_value`` where needed.

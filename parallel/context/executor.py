@@ -84,7 +84,7 @@ class Executor:
         ``sinks`` is ``[H]``.
         """
         accum_dtype = torch.promote_types(q.dtype, torch.float32)
-        backend = self._backend(plan, q)
+        backend = self.kernel(plan, q)
         team_tokens = q.shape[1] * len(self._team)
         rows = (q.shape[0], team_tokens, q.shape[2])  # [B, team's T, H]
 
@@ -141,7 +141,7 @@ class Executor:
         The plan chooses whether KV or queries circulate; their gradient follows one round behind or
         later. The other operands and their gradient are stationary.
         """
-        backend = self._backend(plan, rows.q)
+        backend = self.kernel(plan, rows.q)
         accum_dtype = rows.lse.dtype
         batch, tokens, heads, head_dim = rows.q.shape
         dims = Sizes(batch, tokens, heads, keys.k.shape[2], head_dim, rows.q.element_size())
@@ -233,7 +233,7 @@ class Executor:
         add_gradients_((dq, dk, dv), rows, keys, tiles, scale, backend)
         return local_gradient, visiting_gradient
 
-    def _backend(self, plan: Plan, q: Tensor) -> AttentionKernel:
+    def kernel(self, plan: Plan, q: Tensor) -> AttentionKernel:
         """Return the kernel for a plan; ``auto`` chooses another kernel for packed documents."""
         if SIMULATED_KERNEL.value is not None:
             return SIMULATED_KERNEL.value

@@ -58,6 +58,9 @@ class PlanOptions:
     all ranks share one node."""
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward pass circulates; ``auto`` takes those with fewer bytes."""
+    slice_len: int = 0
+    """Number of each rank's tokens in a slice, if layers take the sequence slice by slice; 0 for
+    the whole sequence at once."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
     """Schedule by which ranks pass on the states of a delta rule (``linear/segments.py``)."""
 
@@ -175,10 +178,14 @@ class Geometry:
         ``balanced``, only the lengths of this layout are valid, because the positions then depend
         on the mask; ``Plan.layout`` has them.
         """
-        name = "contiguous" if self.options.layout == BALANCED else self.options.layout
+        name = self.options.layout
+        if name == BALANCED or self.options.slice_len:
+            name = "contiguous"
         team = self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
-        return Layout(name, padded, self.size, team)
+        slice_len = self.options.slice_len
+        parts = self.options.multiple if slice_len else 1
+        return Layout(name, padded, self.size, team, slice_len, parts)
 
     @property
     def slots(self) -> int:

@@ -13,6 +13,7 @@ a thousand. In linear attention a state passes through a rank's stretches of con
 A mask may change with every micro-batch; ranks and groups do not depend on it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -49,6 +50,12 @@ class Layout:
     seq_len: int
     size: int
     team_size: int = 1
+    slice_len: int = 0
+    """Number of each rank's tokens in a slice of the sequence; the ranks share each slice. 0 makes
+    one slice of the whole sequence."""
+    slice_parts: int = 1
+    """Number of tensor-parallel ranks that split a rank's tokens into equal stretches. Each holds
+    tokens of all slices, so that each slice is split as well."""
 
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
@@ -59,6 +66,12 @@ class Layout:
             raise ContextError(
                 f"team size {self.team_size} does not divide the context-parallel size "
                 f"{self.size}; use a team size that divides it"
+            )
+        if self.slice_len % self.slice_parts:
+            raise ContextError(
+                f"slices of {self.slice_len} tokens of each rank cannot be split by "
+                f"{self.slice_parts} tensor-parallel ranks; set layer_chunk_size to a multiple of "
+                "their number, for each sequence of a micro-batch"
             )
         step = granularity(self.name, self.size, self.team_size)
         if self.seq_len < 1 or self.seq_len % step:
@@ -80,6 +93,8 @@ class Layout:
         and of its mirror image (zigzag). Of 2 n chunks, t and 2 n - 1 - t together have the average
         work under a causal mask, since early tokens see few keys and late tokens see many.
         """
+        if self.slice_len:
+            return tuple(self._slices(rank))
         team, member = divmod(rank, self.team_size)
         num_teams = self.size // self.team_size
         local_len = self.seq_len // self.size
@@ -97,8 +112,27 @@ class Layout:
         high = Stride(mirror * chunk_len + high_first - chunk_len, end - high_first)
         return tuple(run for run in (low, high) if run.length > 0)
 
+    def _slices(self, rank: int) -> Iterator[Stride]:
+        """Yield the positions of ``rank`` in each slice of the sequence."""
+        local_len = self.seq_len // self.size
+        for first in range(0, local_len, self.slice_len):
+            length = min(self.slice_len, local_len - first)
+            yield Stride(first * self.size + rank * length, length)
+
     def positions(self, rank: int) -> np.ndarray:
-        """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
+        """Return the global positions of ``rank``, int64 ``[seq_len / size]``.
+
+        They ascend or, in slices under tensor parallelism, ascend in each of ``slice_parts``
+        stretches.
+        """
+        if self.slice_len:
+            stretches = []
+            for part in range(self.slice_parts):
+                for start, length in self._slices(rank):
+                    share = length // self.slice_parts
+                    first = start + part * share
+                    stretches.append(np.arange(first, first + share))
+            return np.concatenate(stretches)
         step = self.stride
         runs = []
         for start, length in self.strides(rank):

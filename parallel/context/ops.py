@@ -82,7 +82,7 @@ def _attention_forward(
 ) -> tuple[Tensor, Tensor]:
     executor = EXECUTORS[handle]
     prefetch_handle = None if prefetch is None else int(prefetch)
-    windowed = _windowed(plan, window, executor)
+    windowed = windowed_plan(plan, window, executor)
     return executor.forward(windowed, q, Keys(k, v), sinks, scale, prefetch_handle)
 
 
@@ -93,13 +93,13 @@ def _attention_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _attention_backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse, scale, handle, plan, window = arguments
     executor = EXECUTORS[handle]
-    windowed = _windowed(plan, window, executor)
+    windowed = windowed_plan(plan, window, executor)
     gradients = executor.backward(windowed, Rows(q, dout, out, lse), Keys(k, v), scale)
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return *gradients, dsinks
 
 
-def _windowed(handle: Tensor, window: list[int], executor: Executor) -> Plan:
+def windowed_plan(handle: Tensor, window: list[int], executor: Executor) -> Plan:
     """Return the plan of a handle, with a window [left, right], or [] for no window."""
     plan = plan_of(handle, executor.geometry)
     return plan.windowed((window[0], window[1])) if window else plan

@@ -7,6 +7,7 @@ which torch.compile bakes into the graph. A plan's handle is a tensor instead: t
 with every micro-batch, and torch.compile would recompile for each new integer.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,7 +18,16 @@ from torch import Tensor
 
 from kernels.blocks import Tile
 from parallel.context.geometry import Geometry, PlanOptions
-from parallel.context.layout import BALANCED, ContextError, Layout, Mask, Reach, Window, mask_of
+from parallel.context.layout import (
+    BALANCED,
+    ContextError,
+    Layout,
+    Mask,
+    Reach,
+    Stride,
+    Window,
+    mask_of,
+)
 from parallel.context.methods import method_of
 from parallel.context.methods.base import Ranks, Round
 from parallel.context.sparse.balanced import ArcLayout
@@ -233,6 +243,22 @@ class Plan:
     def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
         """Return the pieces of ``ranks`` without padding."""
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
+
+    @kept_in_object
+    def slice_tiles(self, first: int, end: int) -> tuple[int, tuple[Tile, ...]]:
+        """Return the tiles of queries ``first`` to ``end`` and the keys up to ``end``.
+
+        Positions are global. The first result is the position of the first key that one of the
+        queries sees: columns count from there, rows from ``first``.
+        """
+        document = bisect_right(self.boundaries, first)
+        low = self.boundaries[document - 1] if document else 0
+        behind, _ = self.mask.reach
+        if behind is not None:
+            low = max(low, first - behind)
+        queries = pieces([Stride(first, end - first)], 1, self.boundaries)
+        keys = pieces([Stride(low, end - low)], 1, self.boundaries)
+        return low, tiles(queries, keys, 1, self.mask.reach)
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
         """Return the distinct sets among the pieces of each place's peers.

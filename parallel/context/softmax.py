@@ -12,6 +12,8 @@ from parallel.context.executor import Executor
 from parallel.context.layout import ContextError, Window
 from parallel.context.methods import METHODS
 from parallel.context.plan import PlanHandle
+from parallel.context.slices.attention import attend_slice
+from parallel.context.slices.layer import Slice
 from parallel.context.transport import HeadExchange
 
 
@@ -42,7 +44,7 @@ class SoftmaxAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: PlanHandle | None = None,
+        mask: PlanHandle | Slice | None = None,
         *,
         window: Window | None = None,
         sinks: Tensor | None = None,
@@ -52,7 +54,7 @@ class SoftmaxAttention:
 
         Args:
             mask: the plan of these sequences, from ``ContextParallel.handle``; by default the bound
-                plan.
+                plan. Or a slice, whose tokens attend to those of their own and earlier slices.
             window: numbers of keys (left, right) that a query of this layer sees besides its own;
                 -1 for all.
             sinks: a score per head, ``[H]``, in the denominator of the softmax.
@@ -62,6 +64,8 @@ class SoftmaxAttention:
             ContextError: shapes or dtypes do not fit each other or the plan; or the window is
                 not valid, see ``mask_of``.
         """
+        if isinstance(mask, Slice):
+            return self._bind_slice(k, v, mask, window, sinks, scale)(q)
         self._check_keys(k, v)
         self._check_queries(q, k, sinks)
         plan = self._plan if mask is None else mask.tensor
@@ -71,7 +75,7 @@ class SoftmaxAttention:
         self,
         k: Tensor,
         v: Tensor,
-        mask: PlanHandle | None = None,
+        mask: PlanHandle | Slice | None = None,
         *,
         window: Window | None = None,
         sinks: Tensor | None = None,
@@ -84,10 +88,34 @@ class SoftmaxAttention:
             ContextError: for the same reasons as the attention, or because an earlier prefetch of k
                 and v was never used.
         """
+        if isinstance(mask, Slice):
+            return self._bind_slice(k, v, mask, window, sinks)
         if not self._gathers or mask is not None or window is not None:
             return lambda q: self(q, k, v, mask, window=window, sinks=sinks)
         self._check_keys(k, v)
         return self._bind_keys(k, v, self._plan, None, sinks, early=True)
+
+    def _bind_slice(
+        self,
+        k: Tensor,
+        v: Tensor,
+        piece: Slice,
+        window: Window | None,
+        sinks: Tensor | None,
+        scale: float | None = None,
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function q -> attention of a slice to its own and earlier slices."""
+        self._check_keys(k, v, piece.end - piece.first)
+        plan = self._plan if piece.mask is None else piece.mask.tensor
+        attention = attend_slice(
+            self._executor, self._heads, piece, k, v, plan, window, sinks, scale
+        )
+
+        def checked(q: Tensor) -> Tensor:
+            self._check_queries(q, k, sinks)
+            return attention(q)
+
+        return checked
 
     def _bind_keys(
         self,
@@ -117,12 +145,19 @@ class SoftmaxAttention:
 
         return attention
 
-    def _check_keys(self, k: Tensor, v: Tensor) -> None:
+    def _check_keys(self, k: Tensor, v: Tensor, length: int | None = None) -> None:
+        if length is None:
+            length = self._geometry.local_len
+            if self._geometry.options.slice_len and self._geometry.layout.size > 1:
+                raise ContextError(
+                    "attend: the plan's tokens lie in slices, but the mask is no slice; pass a "
+                    "Slice, or make the plan without slice_len"
+                )
         self._geometry.method.check_kind("attend", "softmax attention", METHODS)
-        if k.shape[1] != self._geometry.local_len or k.shape != v.shape or k.dtype != v.dtype:
+        if k.shape[1] != length or k.shape != v.shape or k.dtype != v.dtype:
             raise ContextError(
                 f"attend: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit "
-                f"a plan of {self._geometry.local_len} local positions; "
+                f"{length} local positions of the plan; "
                 "pass both as [B, T_local, heads, D], with equal shapes and dtypes"
             )
 

@@ -140,8 +140,8 @@ class PipelineConfig:
         if recompute:
             raise UserError(
                 f"pipeline_schedule {schedule} runs each backward pass in two parts, but "
-                "recompute_granularity, loss_chunk_size and ffn_chunk_size need an undivided pass; "
-                "leave those three out, or set pipeline_schedule to Interleaved1F1B"
+                "recompute_granularity, loss_chunk_size, ffn_chunk_size and layer_chunk_size need "
+                "an undivided pass; leave those out, or set pipeline_schedule to Interleaved1F1B"
             )
 
     def _rounds_fit(self, micro_batches: int, ranks: int) -> bool:

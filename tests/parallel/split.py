@@ -92,7 +92,7 @@ def build(
     bf16=False,
 ):
     """As the entry script does."""
-    cp, attend = context(mesh, model_config, method, hybrid)
+    cp, attend = context(mesh, model_config, method, hybrid, recompute)
     with torch.device("meta"):
         model = build_model(model_config, attend)
     split_model(model, mesh.tp)
@@ -105,7 +105,7 @@ def build(
     return model, cp
 
 
-def context(mesh, model_config, method, hybrid=RING):
+def context(mesh, model_config, method, hybrid=RING, recompute=PLAIN):
     """The context-parallel dimension and the attention of the model.
 
     ``hybrid`` is for its softmax layers, if any.
@@ -117,10 +117,17 @@ def context(mesh, model_config, method, hybrid=RING):
             mesh=mesh_config(mesh.tp.size(), mesh.cp.size()),
             context=ContextConfig(context_parallel_method=method),
             hybrid=hybrid,
-            train=TrainConfig(seq_length=LENGTH),
+            recompute=recompute,
+            train=TrainConfig(seq_length=LENGTH, micro_batch_size=1),
         )
         return context_of(with_layout(run), group)
-    cp = context_parallel(method, seq_len=LENGTH, group=group, multiple=mesh.tp.size())
+    cp = context_parallel(
+        method,
+        seq_len=LENGTH,
+        group=group,
+        multiple=mesh.tp.size(),
+        slice_len=recompute.layer_chunk_size,
+    )
     return cp, cp.attend_linear if model_config.linear_attention else cp.attend
 
 

@@ -40,6 +40,8 @@ def validate_run(config: CommonConfig) -> None:
             "recompute_offload is set, but device is cpu: the activations are in host memory "
             "already; leave out --recompute-offload, or use --device cuda"
         )
+    if config.recompute.layer_chunk_size:
+        _check_slices(config)
     optimizer = config.optimizer
     optimizer.spec.check(optimizer, config.mesh.device_type)
     if config.train.compile:
@@ -110,6 +112,88 @@ def _check_compile(config: CommonConfig) -> None:
         raise ConfigError(
             "compile is set, but no C++ compiler is installed, and torch.compile needs one on a "
             "CPU; install one (Debian: apt-get install g++), name it in CXX, or leave compile out"
+        )
+
+
+def _check_slices(config: CommonConfig) -> None:
+    """Check that the layers can take the sequence in slices, and the ranks can share each slice."""
+    size = config.recompute.layer_chunk_size
+    method = config.context.context_parallel_method
+    ranks = config.mesh.context_parallel_size
+    tp = config.mesh.tensor_model_parallel_size
+    sequences = 1 if config.packed else config.train.micro_batch_size
+    layout = config.context.context_parallel_layout
+    head_chunks = config.context.ulysses_head_chunks
+
+    without = "leave out --layer-chunk-size"
+    refusals = [
+        (
+            not config.causal,
+            "attention is full, so the first slice would need the keys of the last; " + without,
+        ),
+        (
+            config.model.linear_attention,
+            f"model_type {getattr(config.model, 'model_type', None)} has linear attention, whose "
+            f"states are not handed from slice to slice; {without}",
+        ),
+        (
+            method == "none",
+            "context_parallel_method is none, and torch's SDPA takes whole sequences; choose a "
+            "method (any runs on one process)",
+        ),
+        (
+            ranks > 1 and method != "ulysses",
+            f"context_parallel_method is {method}, which would send the keys of all earlier "
+            "slices again for each slice; use --context-parallel-method ulysses, with which they "
+            f"stay on their rank, or {without}",
+        ),
+        (
+            layout not in ("auto", "contiguous"),
+            f"context_parallel_layout is {layout}, but the ranks share each slice in blocks; "
+            "leave out --context-parallel-layout",
+        ),
+        (
+            head_chunks > 1,
+            f"ulysses_head_chunks is {head_chunks}, which divides the same memory by heads; leave "
+            "out one of the two",
+        ),
+        (
+            config.train.compile,
+            "compile is set, and a compiled layer cannot end early, once its keys are stored; "
+            "leave out one of the two",
+        ),
+        (
+            config.float8.fp8_format is not None,
+            f"fp8_format is {config.float8.fp8_format}, whose scales would differ from slice to "
+            "slice; leave out one of the two",
+        ),
+        (
+            size % (sequences * tp),
+            f"it must be a multiple of {sequences * tp}, since the {sequences} sequences of a "
+            f"micro-batch and {tp} tensor-parallel ranks share a slice; nearest that works: "
+            f"{max(1, round(size / (sequences * tp))) * sequences * tp}",
+        ),
+    ]
+    for is_refused, reason in refusals:
+        if is_refused:
+            raise ConfigError(f"layer_chunk_size is {size}, but {reason}")
+    if config.delta and ranks > 1:
+        _check_delta_slices(config)
+
+
+def _check_delta_slices(config: CommonConfig) -> None:
+    """Check that context-parallel ranks can split the heads of a delta rule."""
+    model = config.model
+    ranks = config.mesh.context_parallel_size
+    tp = config.mesh.tensor_model_parallel_size
+    keys = model.key_heads // tp
+    values = model.value_heads // tp
+    if values % ranks or (keys % ranks and ranks % keys):
+        raise ConfigError(
+            f"layer_chunk_size is {config.recompute.layer_chunk_size}, with which "
+            f"context_parallel_size {ranks} splits the heads of the delta rule, but each "
+            f"tensor-parallel rank has {keys} key and {values} value heads; use a "
+            "context_parallel_size that divides them, or leave out --layer-chunk-size"
         )
 
 

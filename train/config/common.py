@@ -170,6 +170,12 @@ class CommonConfig(ABC):
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
 
     @property
+    def slice_len(self) -> int:
+        """Number of a rank's tokens of each sequence that go through a layer at once; 0 for all."""
+        sequences = 1 if self.packed else self.train.micro_batch_size
+        return self.recompute.layer_chunk_size // sequences
+
+    @property
     def rotates(self) -> bool:
         """True if the model has rotary positions, which can be scaled."""
         return False

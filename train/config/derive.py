@@ -171,6 +171,7 @@ def fitted(
         device=config.mesh.device if torch.cuda.is_available() else "auto",
         recompute_granularity="none",
         recompute_offload=False,
+        layer_chunk_size=0,
         reset_attention_mask=False,
         seq_length=length or config.train.seq_length,
         micro_batch_size=1,

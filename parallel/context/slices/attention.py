@@ -1,0 +1,167 @@
+"""Softmax attention of one slice to the keys of its own and of earlier slices.
+
+Keys and values stay on their rank after the exchange of heads, so each travels once in a pass. The
+backward pass stores the keys of all slices first; the slices that then run forward again reuse
+them, and send only queries and outputs.
+
+Shapes: B sequences, N tokens of this rank in the slice, H query heads, G key heads, U ranks that
+split the heads. q ``[B, N, H, D]``, k and v ``[B, N, G, D]``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.attention import (
+    add_gradients_,
+    attend_tiles_,
+    block_forward,
+    empty_results,
+    only_block,
+)
+from kernels.blocks import Keys, Rows, sinks_gradient, with_sinks
+from parallel.context.executor import EXECUTORS, Executor
+from parallel.context.layout import ContextError, Window
+from parallel.context.ops import heads_to_tokens, tokens_to_heads, windowed_plan
+from parallel.context.slices.layer import SLICES, KeysStoredError, Slice
+from parallel.context.transport import HEAD_EXCHANGES, HeadExchange
+from runtime.tensors import accum_dtype, differentiable
+
+
+def attend_slice(
+    executor: Executor,
+    exchange: HeadExchange,
+    piece: Slice,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
+    window: Window | None,
+    sinks: Tensor | None,
+    scale: float | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """Return the function q -> attention ``[B, N, H, D]`` of one slice; differentiable, collective.
+
+    Arguments as in ``SoftmaxAttention``.
+
+    Raises:
+        ContextError: the ranks do not split the heads among all of them.
+        KeysStoredError: only the keys are needed, and they are stored now.
+        SliceOrderError: in the backward pass, if the slice after this one has not run back.
+    """
+    geometry = executor.geometry
+    if len(exchange.ranks) != geometry.size:
+        raise ContextError(
+            f"attend: a slice's keys have to stay on their rank, but {geometry.method.name} sends "
+            "them from rank to rank; use method ulysses, or leave out layer_chunk_size"
+        )
+    if piece.keys_only:
+        _store(exchange, piece, k, v)
+        raise KeysStoredError
+
+    def attention(q: Tensor) -> Tensor:
+        local_sinks = None if sinks is None else exchange.local_heads(sinks)
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        queries = tokens_to_heads(exchange, q)  # [B, U N, H / U, D]
+        # The slice keeps no handle, which would keep the slice and all keys alive in turn.
+        handles = (executor.handle, exchange.handle, SLICES.tensor(piece), plan)
+        out, _ = torch.ops.longmesh.slice_attention(
+            queries, k, v, local_sinks, factor, *handles, list(window or ())
+        )
+        return heads_to_tokens(exchange, out)
+
+    return attention
+
+
+def _store(exchange: HeadExchange, piece: Slice, k: Tensor, v: Tensor) -> None:
+    """Send the keys and values of a slice to the ranks of their heads, and store them."""
+    ranks = len(exchange.ranks)
+    first, _ = piece.positions(ranks)
+    keys, values = (exchange.to_heads(x.detach()) for x in (k, v))  # [B, U N, G / U, D]
+    piece.memory.store_keys(first, keys, values, ranks * piece.total)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Any,
+    scale: float,
+    handle: int,
+    exchange_handle: int,
+    slice_handle: Tensor,
+    plan_handle: Tensor,
+    window: Any,
+) -> tuple[Tensor, Tensor]:
+    executor = EXECUTORS[handle]
+    exchange = HEAD_EXCHANGES[exchange_handle]
+    piece = SLICES[slice_handle]
+    memory = piece.memory
+    plan = windowed_plan(plan_handle, window, executor)
+    if not memory.has_all_keys:
+        _store(exchange, piece, k, v)
+    assert memory.keys is not None
+
+    first, end = piece.positions(len(exchange.ranks))
+    low, tiles = plan.slice_tiles(first, end)
+    keys = Keys(*(x[:, low:end] for x in memory.keys))
+    backend = executor.kernel(plan, q)
+    dtype = accum_dtype(q.dtype)
+    tile = only_block(tiles, end - first, None, backend)
+    if tile:
+        tile_k, tile_v = (x[:, tile.k] for x in keys)
+        out, lse = block_forward(q, tile_k, tile_v, tile.kind, scale, backend)
+    else:
+        out, lse = empty_results(q.shape[:3], q, dtype)
+        if lse.device.type == "cpu":
+            lse = lse.double()  # as in the executor: merges would round it
+        attend_tiles_(out, lse, q, keys, tiles, scale, backend)
+    lse = lse.to(dtype)
+    if sinks is not None:
+        out, lse = with_sinks(out.to(dtype), lse, sinks)
+    return out.to(q.dtype), lse
+
+
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
+
+
+def _backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse, scale, *handles, window = arguments
+    executor = EXECUTORS[handles[0]]
+    exchange = HEAD_EXCHANGES[handles[1]]
+    piece = SLICES[handles[2]]
+    memory = piece.memory
+    plan = windowed_plan(handles[3], window, executor)
+    memory.check_order(piece.number, piece.count)
+    assert memory.keys is not None
+
+    first, end = piece.positions(len(exchange.ranks))
+    low, tiles = plan.slice_tiles(first, end)
+    sums = memory.gradient_sums()
+    dk, dv = (x[:, low:end] for x in sums)
+    dq = torch.zeros_like(q, dtype=lse.dtype)
+    keys = Keys(*(x[:, low:end] for x in memory.keys))
+    rows = Rows(q, dout, out, lse)
+    add_gradients_((dq, dk, dv), rows, keys, tiles, scale, executor.kernel(plan, q))
+
+    # All slices from this one on have added to the rows of this slice, so these are complete.
+    gradients = [dq]
+    for total, x in zip(sums, (k, v), strict=True):
+        heads_gradient = total[:, first:end].to(x.dtype)  # [B, U N, G / U, D]
+        gradients.append(exchange.to_tokens(heads_gradient, x.shape[2]))
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    return *gradients, dsinks
+
+
+differentiable(
+    "longmesh::slice_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks",
+    "float scale, int handle, int exchange, Tensor piece, Tensor plan, int[] window",
+    _forward,
+    _fake,
+    _backward,
+    saves=[0, 1],
+    owner=lambda scale, handle, exchange, *_: (EXECUTORS[handle], HEAD_EXCHANGES[exchange]),
+)

@@ -1,0 +1,92 @@
+"""Steps of small models, whole or in slices: losses and every gradient, to compare."""
+
+import torch
+import torch.distributed as dist
+
+from model.parts.attention import HybridAttention
+from model.parts.delta import OneDevice
+from parallel.context import context_parallel
+from parallel.recompute import RecomputeConfig, recompute_layers
+from tests.model.models import used
+from train.context_attention import _cu_seqlens
+from train.objectives.language import NextToken
+
+LENGTH = 24
+PACKED = (0, 5, 6, 8, 15, 24)
+"""Boundaries of documents: of one token, of fewer than a convolution reads, at a slice's end."""
+
+
+def batch(vocabulary, documents=None, sequences=1, length=LENGTH):
+    """Return tokens, labels of which some are masked, and where documents start."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocabulary, (sequences, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, 4:7] = -100
+    starts = torch.zeros(sequences, length, dtype=torch.bool)
+    starts[:, list((documents or (0, length))[:-1])] = True
+    return {"tokens": tokens[:, :-1], "labels": labels, "starts": starts}
+
+
+def step(
+    config,
+    slice_len=0,
+    *,
+    documents=None,
+    sequences=1,
+    group=None,
+    length=LENGTH,
+    dtype=torch.float64,
+    granularity="full",
+):
+    """Return the loss and every gradient by name, and the bytes that this rank sent."""
+    settings = {"documents": documents, "sequences": sequences, "length": length}
+    model, cp, loss_sum = prepared(
+        config, slice_len, **settings, group=group, dtype=dtype, granularity=granularity
+    )
+    loss = loss_sum()
+    loss.backward()
+    results = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            results[name] = parameter.grad
+    if group is not None:
+        for x in results.values():
+            dist.all_reduce(x, group=group)
+    return results, cp.transport.traffic.total
+
+
+def prepared(
+    config, slice_len, *, documents, sequences, length, group, dtype, granularity, method="ulysses"
+):
+    """Return a model, its context parallelism, and a function that computes its loss."""
+    cp = context_parallel(method, seq_len=length, group=group, slice_len=slice_len)
+    delta = OneDevice(_cu_seqlens)
+    if slice_len:
+        delta = cp.delta_of_slices(delta)
+    attend = HybridAttention(delta, cp.attend) if config.delta_rule else cp.attend
+    model = used(config, attend, dtype)
+    policy = RecomputeConfig(recompute_granularity=granularity)
+    if slice_len:
+        policy = RecomputeConfig(recompute_granularity="full", layer_chunk_size=slice_len)
+    recompute_layers(model.layers, policy)
+
+    packed = documents is not None
+    objective = NextToken(
+        cp, torch.device("cpu"), reset_position_ids=packed, reset_attention_mask=packed
+    )
+    data = batch(config.vocabulary, documents, sequences, length)
+    local = objective.local(data)
+    return model, cp, lambda: objective.loss_sum(model, local)
+
+
+def furthest(results, expected):
+    """Return the largest difference, relative to each tensor's largest entry.
+
+    The bias of a key shifts all scores of a query, so its gradient is 0 but for rounding.
+    """
+    assert results.keys() == expected.keys()
+    differences = []
+    for name, x in expected.items():
+        if not name.endswith("wk.bias"):
+            differences.append(((results[name] - x).abs().max() / x.abs().max()).item())
+    return max(differences)

@@ -85,8 +85,8 @@ class RecomputeConfig:
         if self.layer_chunk_size and self.recompute_granularity != "full":
             raise RecomputeError(
                 f"layer_chunk_size is {self.layer_chunk_size}, but recompute_granularity is "
-                f"{self.recompute_granularity}: a layer in pieces keeps only its input, and its "
-                "backward pass recomputes every piece; set recompute_granularity to full, or "
+                f"{self.recompute_granularity}: a layer in slices keeps only its input, and its "
+                "backward pass recomputes every slice; set recompute_granularity to full, or "
                 "leave out layer_chunk_size"
             )
         if self.recompute_offload and self.recompute_granularity in ("none", "selective"):

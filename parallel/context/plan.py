@@ -245,11 +245,11 @@ class Plan:
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     @kept_in_object
-    def slice_tiles(self, first: int, end: int) -> tuple[int, tuple[Tile, ...]]:
+    def slice_tiles(self, first: int, end: int) -> tuple[Tile, ...]:
         """Return the tiles of queries ``first`` to ``end`` and the keys up to ``end``.
 
-        Positions are global. The first result is the position of the first key that one of the
-        queries sees: columns count from there, rows from ``first``.
+        Positions are global. Rows count from ``first``, columns from the first position. The tiles
+        begin at the first key that one of the queries sees.
         """
         document = bisect_right(self.boundaries, first)
         low = self.boundaries[document - 1] if document else 0
@@ -258,7 +258,8 @@ class Plan:
             low = max(low, first - behind)
         queries = pieces([Stride(first, end - first)], 1, self.boundaries)
         keys = pieces([Stride(low, end - low)], 1, self.boundaries)
-        return low, tiles(queries, keys, 1, self.mask.reach)
+        keys = [piece._replace(offset=piece.start) for piece in keys]
+        return tiles(queries, keys, 1, self.mask.reach)
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
         """Return the distinct sets among the pieces of each place's peers.

@@ -57,6 +57,7 @@ def arranged(steps, *, compiled):
         ),
         data_parallel=DataParallelConfig(),
         recompute=RecomputeConfig(),
+        slice_len=0,
         float8=SimpleNamespace(convert=lambda layers: steps.append(("float8", layers))),
         train=SimpleNamespace(bf16=False, compile=compiled),
     )

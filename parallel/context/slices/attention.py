@@ -21,7 +21,7 @@ from kernels.attention import (
     empty_results,
     only_block,
 )
-from kernels.blocks import Keys, Rows, sinks_gradient, with_sinks
+from kernels.blocks import Rows, sinks_gradient, with_sinks
 from parallel.context.executor import EXECUTORS, Executor
 from parallel.context.layout import ContextError, Window
 from parallel.context.ops import heads_to_tokens, tokens_to_heads, windowed_plan
@@ -104,8 +104,8 @@ def _forward(
     assert memory.keys is not None
 
     first, end = piece.positions(len(exchange.ranks))
-    low, tiles = plan.slice_tiles(first, end)
-    keys = Keys(*(x[:, low:end] for x in memory.keys))
+    tiles = plan.slice_tiles(first, end)
+    keys = memory.keys
     backend = executor.kernel(plan, q)
     dtype = accum_dtype(q.dtype)
     tile = only_block(tiles, end - first, None, backend)
@@ -138,13 +138,12 @@ def _backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...
     assert memory.keys is not None
 
     first, end = piece.positions(len(exchange.ranks))
-    low, tiles = plan.slice_tiles(first, end)
+    tiles = plan.slice_tiles(first, end)
     sums = memory.gradient_sums()
-    dk, dv = (x[:, low:end] for x in sums)
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    keys = Keys(*(x[:, low:end] for x in memory.keys))
+    dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     rows = Rows(q, dout, out, lse)
-    add_gradients_((dq, dk, dv), rows, keys, tiles, scale, executor.kernel(plan, q))
+    kernel = executor.kernel(plan, q)
+    add_gradients_((dq, *sums), rows, memory.keys, tiles, scale, kernel)
 
     # All slices from this one on have added to the rows of this slice, so these are complete.
     gradients = [dq]

@@ -8,7 +8,7 @@ from model.parts.delta import OneDevice
 from parallel.context import context_parallel
 from parallel.recompute import RecomputeConfig, recompute_layers
 from tests.model.models import used
-from train.context_attention import _cu_seqlens
+from train.context_attention import _cu_seqlens, _uncompiled
 from train.objectives.language import NextToken
 
 LENGTH = 24
@@ -63,6 +63,8 @@ def prepared(
     delta = OneDevice(_cu_seqlens)
     if slice_len:
         delta = cp.delta_of_slices(delta)
+    elif group is not None:
+        delta = _uncompiled(cp.attend_delta, cp.convolve)
     attend = HybridAttention(delta, cp.attend) if config.delta_rule else cp.attend
     model = used(config, attend, dtype)
     policy = RecomputeConfig(recompute_granularity=granularity)

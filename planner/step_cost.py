@@ -22,9 +22,9 @@ from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.cluster import GB, MICRO, Cluster
 from planner.host_memory import moments, offloaded, pinned
-from planner.layer_memory import fetched_ahead, rank_sizes, slice_cost
 from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
 from planner.layers.delta_cost import DeltaCost, fastest_schedule
+from planner.layers.memory import fetched_ahead, rank_sizes, slice_cost
 from planner.optimizer_cost import stage_group, whole_matrix_seconds
 from planner.step_memory import memory_of
 from planner.step_shape import Arrangement, StepShape

@@ -14,7 +14,7 @@ tests/planner compares them with rehearsals (planner/rehearsal.py) and with real
 from typing import NamedTuple
 
 from parallel.context.plan import Plan
-from planner.layer_memory import (
+from planner.layers.memory import (
     backward_bytes,
     fetched_ahead,
     kept_per_token,

@@ -8,7 +8,7 @@ from bench.memory import configured, measured
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.extremes import changes, limit_of_longest
-from planner.layer_memory import backward_bytes, slice_cost
+from planner.layers.memory import backward_bytes, slice_cost
 from planner.levers import ORDER, SLICES, ladder, settings
 from planner.search import contexts, weigh
 from planner.step_cost import step_seconds

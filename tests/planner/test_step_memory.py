@@ -88,7 +88,7 @@ CASES = {
     "slices, tensor 2": (2, SLICES + "--tensor-model-parallel-size 2"),
     "slices, ulysses 4, adapters, offload":
         (4, SLICES + "--context-parallel-size 4 --lora-rank 8 --recompute-offload"),
-    "slices, qwen3_5": (1, DELTA + SLICES),
+    "slices, qwen3_5": (1, DELTA + SLICES + "--num-layers 4"),
     "slices on a CPU": (1, SLICES + "--device cpu"),
     "muon, pipeline 4": (4, MUON + SHORT + "--pipeline-model-parallel-size 4"),
     "bf16 moments, a step of tensor 2":

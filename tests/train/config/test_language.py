@@ -313,21 +313,6 @@ hybrid_softmax_method is ulysses: ulysses_degree is 4 with
 4 H --context-parallel-method zigzag | context_parallel_method is zigzag | \
 use one of lasp, lasp2, ulysses
 4 H --attention-backend aten | attention_backend is aten, which computes softmax attention
-1 S 16 --context-parallel-method none | context_parallel_method is none, and torch's SDPA | \
-any runs on one process
-2 S 16 --context-parallel-size 2 | context_parallel_method is striped, which would send | ulysses
-2 S 16 --context-parallel-size 2 --context-parallel-method auto | method is auto | ulysses
-2 S 16 --context-parallel-size 2 --context-parallel-method ulysses --ulysses-head-chunks 2 | \
-ulysses_head_chunks is 2 | leave out one
-1 S 16 --context-parallel-method ulysses --context-parallel-layout zigzag | \
-context_parallel_layout is zigzag | leave out
-16 S 16 --context-parallel-size 16 --context-parallel-method ulysses | ulysses_degree is 16 with 8
-1 S 16 --model-type transnormer | model_type transnormer has linear attention | leave out
-1 S 16 --compile | compile is set, and a compiled layer cannot end early | leave out one
-1 S 18 --micro-batch-size 4 --global-batch-size 4 | multiple of 4 | nearest that works: 16
-2 S 17 --tensor-model-parallel-size 2 | multiple of 2 | nearest that works: 16
-8 S 16 --model-type qwen3_5 --context-parallel-size 8 --context-parallel-method ulysses \
---linear-num-key-heads 3 --linear-num-value-heads 3 | layer_chunk_size is 16, with which | 3 key
 2 Z --softmax-type learnable | pipeline_schedule is InterleavedZeroBubble, | \
 softmax_type learnable
 """
@@ -339,7 +324,6 @@ SHORT = {
     " L ": "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2",
     " G ": "--model-type gpt",
     " B ": "--balance-over dp_cp --reset-attention-mask",
-    " S ": "--device cpu --recompute-granularity full --layer-chunk-size ",
     " Z ": "--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule "
     "InterleavedZeroBubble "
     "--data-parallel-sharding-strategy zero1",

@@ -80,7 +80,7 @@ NODES = {
     "planner": 49890,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 64865,
+    "tools": 64895,
     "papers": 18900,
     "bench": 21420,
     "docs": 1680,

@@ -279,7 +279,12 @@ def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None
     accumulates = (old["global_batch_size"] or 0) > old["micro_batch_size"] * dp
     num_micro_batches = max(new[PP], 2 if accumulates else 1)
 
-    for name in ("loss_chunk_size", "ffn_chunk_size", "layer_chunk_size"):
+    if old["layer_chunk_size"]:
+        raise UserError(
+            f"layer_chunk_size is {old['layer_chunk_size']}, but the modules' outputs are compared "
+            "for whole sequences; give --layer-chunk-size 0 (slices change no result)"
+        )
+    for name in ("loss_chunk_size", "ffn_chunk_size"):
         new[name] = old[name] and max(8, math.ceil(old[name] * rank_ratio))
 
     compared = ("lr", *OPTIMIZERS[old["optimizer"]].compared_settings)

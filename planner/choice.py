@@ -16,7 +16,8 @@ from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
 from planner.layers.delta_cost import fastest_schedule
 from planner.levers import settings
-from planner.search import Candidate, arrangements, cost_inputs, nothing_left, rank, suits
+from planner.limits import nothing_left
+from planner.search import Candidate, arrangements, cost_inputs, rank, suits
 from planner.step_cost import delta_cost
 from planner.workload import known_documents, layout_seconds
 from runtime.errors import divisors

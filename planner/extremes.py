@@ -15,6 +15,7 @@ from typing import Any
 from planner.cluster import Cluster
 from planner.levers import (
     ORDER,
+    SLICES,
     STAGES,
     described,
     ever_leaner,
@@ -23,11 +24,11 @@ from planner.levers import (
     settings,
     with_levers,
 )
+from planner.limits import lacking, nothing_left
 from planner.search import (
     ROOM,
     arrangements,
     candidates_of,
-    nothing_left,
     predicted,
     rank,
     suits,
@@ -55,8 +56,8 @@ def fits(
 ) -> bool:
     """Return True if some arrangement and method fit with the settings that save most memory.
 
-    Stages of heads (ulysses_head_chunks) are tried last, since only methods that exchange heads
-    have them.
+    Stages of heads (ulysses_head_chunks) and slices of layers (layer_chunk_size) are tried last,
+    since only methods that exchange heads have them.
     """
     question = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
 
@@ -70,10 +71,11 @@ def fits(
         leanest += least_memory(candidate, cluster)
     if any(map(fits_memory, leanest)):
         return True
-    for lean in leanest:
-        for stages in STAGES.further(lean, cluster):
-            if fits_memory(with_levers(lean, (STAGES, stages))):
-                return True
+    for lever in (SLICES, STAGES):
+        for lean in leanest:
+            for values in lever.further(lean, cluster):
+                if fits_memory(with_levers(lean, (lever, values))):
+                    return True
     return False
 
 
@@ -95,6 +97,18 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
         if fits_length(1):
             return STEP * last_good(fits_length, MAX_TOKENS // STEP)
     raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
+
+
+def limit_of_longest(config: Config, world_size: int, cluster: Cluster) -> str:
+    """Return the kind of memory that a sequence longer than the longest lacks.
+
+    Args:
+        config: a run with the longest sequence that fits.
+    """
+    tokens = config.train.seq_length
+    longer = of_length(config, tokens + max(STEP, tokens // PRECISION))
+    meshes = list(arrangements(longer, world_size))
+    return lacking(rank(meshes, world_size, cluster, vary=least_memory))
 
 
 def fewest(config: Config, cluster: Cluster) -> int:

@@ -11,7 +11,8 @@ from math import ceil
 
 from parallel.context.plan import Plan
 from parallel.offload import SEVERAL, in_slabs
-from planner.step_memory import kept_per_token, kinds, num_outputs, stage_states
+from planner.layers.memory import kept_per_token, kinds, num_outputs
+from planner.step_memory import stage_states
 from planner.step_shape import Arrangement, StepShape
 
 

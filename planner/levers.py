@@ -30,6 +30,13 @@ LOSS_CHUNK = 2048
 """Number of tokens per chunk of the loss if memory is short: enough to keep a GPU busy."""
 FFN_CHUNK = 8192
 """Number of tokens per chunk of the feed-forward if memory is short."""
+LAYER_CHUNK = 16384
+"""Number of tokens per slice of a layer if memory is short.
+
+So many that a GPU computes for longer than its kernels take to launch, and that the sums of keys'
+gradients are seldom read and written (planner/layers/slice_cost.py). Inner activations then take
+1.3 GB in LLaMA 3 8B; slices of half as many tokens would save little more.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,45 @@ def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
     return values
 
 
+def _slices(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
+    """Return the configured slices and stages of heads, then slices in the place of stages.
+
+    Slices need full recomputation, and ranks that exchange heads or share nothing.
+    """
+    current = (config.recompute.layer_chunk_size, config.context.ulysses_head_chunks)
+    sequences = 1 if config.packed else config.train.micro_batch_size
+    tokens = config.joined_length // config.mesh.context_parallel_size * sequences
+    unit = sequences * config.mesh.tensor_model_parallel_size
+    chunk = max(1, LAYER_CHUNK // unit) * unit
+    recompute = config.recompute.recompute_granularity
+    if current[0] or recompute != "full" or tokens <= chunk or not takes_slices(config):
+        return [current]
+    return [current, (chunk, 1)]
+
+
+def takes_slices(config: AnyConfig) -> bool:
+    """Return True if layers can take the sequence slice by slice: keys then stay on their rank."""
+    if not config.causal or config.model.linear_attention:
+        return False
+    if config.train.compile or config.float8.fp8_format is not None:
+        return False
+    if config.context.context_parallel_layout not in ("auto", "contiguous"):
+        return False
+
+    ranks = config.mesh.context_parallel_size
+    if ranks == 1:
+        return True
+    method = METHODS.get(config.context.context_parallel_method)
+    if method is None or not method.splits_heads:
+        return False
+    if not config.delta:
+        return True
+    tp = config.mesh.tensor_model_parallel_size
+    key_heads = config.model.key_heads // tp
+    splits_keys = key_heads % ranks == 0 or ranks % key_heads == 0
+    return splits_keys and config.model.value_heads // tp % ranks == 0
+
+
 def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     """Return False (on the device), then True (on the host) if the rate of copies is known."""
     if not cluster.host_gb_per_s:
@@ -129,10 +175,22 @@ POLICY = Lever(("recompute_granularity",), lambda *_: RECOMPUTE)
 SHARDING = Lever(("data_parallel_sharding_strategy",), _shardings)
 OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
+SLICES = Lever(("layer_chunk_size", "ulysses_head_chunks"), _slices)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 LEANER_FIELDS = _leaner_fields()
 ROUNDED_STATES = Lever(LEANER_FIELDS, _rounded_states, exact=False)
-ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS, ROUNDED_STATES)
+ORDER = (
+    CHUNKS,
+    POLICY,
+    CHUNKS,
+    POLICY,
+    SHARDING,
+    OFFLOAD,
+    STAGES,
+    SLICES,
+    MOMENTS,
+    ROUNDED_STATES,
+)
 """Order in which levers are used, as in docs/tasks/long_context.md, which first adds processes.
 
 A lever that occurs twice moves one value further each time; the others move to their last value.
@@ -186,19 +244,19 @@ def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield lists of settings to try: as given, with heads in stages, with moments on the host.
+    """Yield lists of settings to try: as given, in stages of heads, in slices, moments on the host.
 
-    The last list exists only with ``moments``. Stages and moments never make a step faster, so they
-    are worth trying only if nothing before them fits.
+    The last two lists exist only with ``moments``, if settings are varied. None of these makes a
+    step faster, so they are worth trying only if nothing before them fits.
     """
     yield tried
-    levers = (STAGES, MOMENTS) if moments else (STAGES,)
+    levers = (STAGES, SLICES, MOMENTS) if moments else (STAGES,)
     for lever in levers:
         leaner = []
         for config in tried:
             for values in lever.further(config, cluster):
                 candidate = with_levers(config, (lever, values))
-                if candidate not in tried:
+                if candidate not in tried and candidate not in leaner:
                     leaner.append(candidate)
         tried = tried + leaner
         yield leaner
@@ -249,7 +307,7 @@ def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
             continue
         leanest = lever.values(config, cluster)[-1]
         for name, current, lean in zip(lever.fields, lever.of(config), leanest, strict=True):
-            if lean and current != lean:
+            if lean and current != lean and name not in STAGES.fields:
                 untried.append(name)
     return tuple(untried)
 
@@ -287,6 +345,8 @@ def memory_of(config: AnyConfig) -> str:
         chunks.append("FFN")
     if chunks:
         words.append(f"{' and '.join(chunks)} in chunks")
+    if recompute.layer_chunk_size:
+        words.append(f"layers in slices of {recompute.layer_chunk_size}")
     if recompute.recompute_offload:
         words.append("offload")
     if config.optimizer.optimizer_cpu_offload:

@@ -18,8 +18,8 @@ from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods import METHODS, STATE_METHODS
 from planner.cluster import Cluster
-from planner.float8 import float8_recipe
 from planner.host_memory import pinned
+from planner.layers.float8 import float8_recipe
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.optimizer_cost import optimizer_shape
 from planner.step_cost import Prediction, step_seconds
@@ -139,6 +139,7 @@ def cost_inputs(
         moments_on_host=config.optimizer.optimizer_cpu_offload,
         loss_chunk=recompute.loss_chunk_size,
         ffn_chunk=recompute.ffn_chunk_size,
+        layer_chunk=recompute.layer_chunk_size,
         pipeline=config.pipeline,
         compiled=config.train.compile,
         float8_recipe=float8_recipe(config.float8, cluster),
@@ -197,6 +198,8 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
 
     ranks_per_node = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
     for name, method in METHODS.items():
+        if config.recompute.layer_chunk_size and not method.splits_heads:
+            continue
         if _suits_mask(config, method):
             yield from variants(base, name, size, ranks_per_node)
 
@@ -375,26 +378,3 @@ def _fastest(fits: Sequence[MemoryEstimate], cluster: Cluster) -> Candidate:
     limit = ROOM * 1e9 * cluster.memory_gb
     roomy = [candidate for candidate in candidates if candidate.prediction.bytes <= limit]
     return min(roomy or candidates, key=lambda candidate: candidate.prediction.time)
-
-
-def nothing_left(ranking: Ranking, cluster: Cluster) -> str:
-    """Explain why there is no candidate, and what to do."""
-    if ranking.over_memory:
-        smallest = min(ranking.over_memory)
-        fields = "".join(f", {name}" for name in ranking.saving)
-        hint = " (python -m tools.plan --fits says what to change)" if ranking.saving else ""
-        return (
-            f"memory_gb of {cluster.name} is {cluster.memory_gb:g}, but the smallest of "
-            f"{len(ranking.over_memory)} tried configurations takes {smallest / 1e9:.1f} GB; "
-            f"use more processes{fields} or a lower seq_length{hint}"
-        )
-    if ranking.over_host_memory:
-        without = f", or leave out {' or '.join(ranking.moving)}" if ranking.moving else ""
-        return (
-            f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g}, but the smallest of "
-            f"{len(ranking.over_host_memory)} tried configurations moves "
-            f"{min(ranking.over_host_memory) / 1e9:.1f} GB there; "
-            f"use more processes or a lower seq_length{without}"
-        )
-    reason = next(iter(ranking.refused), "there is no arrangement of these processes")
-    return f"context_parallel_method is auto, but no method suits the run: {reason}"

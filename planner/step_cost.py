@@ -6,6 +6,7 @@ carries them, and each message adds a latency. The causes of a step's time are:
 * attention: rounds of computing and transfers; the longer hides the shorter (planner/layers);
 * linear: matmuls, and the pointwise work between them at the memory's rate;
 * recompute, tensor parallel, pipeline: added in full;
+* slices: launches of a layer in slices, and sums of its keys' gradients (planner/layers);
 * offload: copies that the layers of a pass do not hide;
 * data parallel: the exchange of weights and gradients that linear and attention do not hide;
 * optimizer: work on whole matrices, added in full (planner/optimizer_cost.py). The pointwise update
@@ -20,12 +21,13 @@ from functools import lru_cache
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
 from planner.cluster import GB, MICRO, Cluster
-from planner.float8 import float8_speedup
 from planner.host_memory import moments, offloaded, pinned
 from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
 from planner.layers.delta_cost import DeltaCost, fastest_schedule
+from planner.layers.float8 import float8_speedup
+from planner.layers.memory import fetched_ahead, rank_sizes, slice_cost
 from planner.optimizer_cost import stage_group, whole_matrix_seconds
-from planner.step_memory import fetched_ahead, memory_of, rank_sizes
+from planner.step_memory import memory_of
 from planner.step_shape import Arrangement, StepShape
 
 POINTWISE = 42.0
@@ -134,6 +136,12 @@ def seconds_of_layers(
         "tensor parallel": turns * layers * _tensor_seconds(work, tokens, tp, cluster),
         "pipeline": turns * _pipeline_seconds(work, plan, arrangement, cluster),
     }
+    if arrangement.layer_chunk:
+        layer_seconds = (linear - head * passes + recompute) / layers
+        layer_seconds += layer.attention + layer.attention_backward
+        seconds["slices"] = (
+            turns * layers * _slice_seconds(work, plan, arrangement, cluster, layer_seconds)
+        )
     if arrangement.offload and cluster.host_gb_per_s:
         exposed_seconds = offload_seconds(work, plan, arrangement, cluster, layer, recompute)
         seconds["offload"] = work.micro_batches * sum(exposed_seconds)
@@ -188,6 +196,28 @@ def _recompute_seconds(
         ffn_share = matrices * work.hidden * work.ffn * work.layers / all_products
         seconds += layers * (without_attention * ffn_share)
     return seconds
+
+
+def _slice_seconds(
+    work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster, layer_seconds: float
+) -> float:
+    """Predict the time that slices add to the passes of a layer over one micro-batch.
+
+    Layers with a delta rule have no keys. Of layers with a window, slices see the keys in it.
+    """
+    slices = slice_cost(work, plan, arrangement)
+    launches = slices.launch_seconds(layer_seconds, cluster)
+    launches += slices.latency_seconds(cluster, arrangement.tp)
+    keys = slices.key_seconds(work.hidden, cluster)
+    sums = slices.sum_seconds(cluster)
+    if work.window is not None:
+        windowed = replace(slices, plan=plan.windowed(work.window))
+        share = work.windowed_layers / work.layers
+        sums = share * windowed.sum_seconds(cluster) + (1 - share) * sums
+    with_keys = 1.0
+    if work.delta is not None:
+        with_keys = work.softmax_layers / work.layers
+    return launches + with_keys * (keys + sums)
 
 
 def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:

@@ -11,13 +11,17 @@ All are counted in bytes of the busiest rank, which is in a pipeline's first or 
 tests/planner compares them with rehearsals (planner/rehearsal.py) and with real steps.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from parallel.context.plan import Plan
-from parallel.context.traffic import Sizes, sizes
-from parallel.offload import FETCH_AHEAD
-from planner.layers.buffers import backward_buffers
+from planner.layers.memory import (
+    backward_bytes,
+    fetched_ahead,
+    kept_per_token,
+    kinds,
+    rotary_tables,
+    slice_states,
+)
 from planner.optimizer_cost import stage_group, temporary_bytes
 from planner.step_shape import Arrangement, StepShape
 
@@ -25,10 +29,11 @@ from planner.step_shape import Arrangement, StepShape
 class Moments(NamedTuple):
     """Bytes at the moments of a step at which its memory may peak.
 
-    A layer's moment is in the middle of its backward pass. Which moment is the peak depends on the
-    model: logits are large for a large vocabulary; all activations exist during the last layer's
-    backward pass, the gradients of all other layers during the first layer's, and all gradients
-    during the optimizer step.
+    A layer's moment is in the middle of its backward pass. The last layer is the last of the kind
+    whose backward pass takes most, so a layer of another kind may already be done by then. Which
+    moment is the peak depends on the model: logits are large for a large vocabulary; all
+    activations exist during the last layer's backward pass, the gradients of all other layers
+    during the first layer's, and all gradients during the optimizer step.
     """
 
     loss: float
@@ -129,7 +134,8 @@ def weight_bytes(
         copied_parameters = stage.outside + stage.per_layer
     copies = copied_parameters * size * is_copied
 
-    gradients, waiting_bytes = _gradients(work, shards, arrangement, stage)
+    num_done = _done_before_last(work, plan, arrangement)
+    gradients, waiting_bytes = _gradients(work, shards, arrangement, stage, num_done)
 
     # While the backward pass is in layer n: the gradients of layer n + 1, which are freed only when
     # those of layer n are reduced, and the weights of layer n - 1, gathered ahead.
@@ -145,7 +151,7 @@ def weight_bytes(
 
     temporary = Moments(
         loss=0,
-        last_layer=waiting_bytes + gathered,
+        last_layer=waiting_bytes + gathered + unreduced_bytes * num_done,
         second_layer=waiting_bytes + gathered + unreduced_bytes,
         first_layer=waiting_bytes + unreduced_bytes,
         end=max(last, step) - copies,  # gathered weights are freed at the end
@@ -154,7 +160,7 @@ def weight_bytes(
 
 
 def _gradients(
-    work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage
+    work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage, done_before_last: int
 ) -> tuple[Moments, float]:
     """Count the gradients at each moment, and the output projection's while it waits to be reduced.
 
@@ -170,7 +176,7 @@ def _gradients(
 
     # The output's gradient waits for those of the other parameters outside the layers.
     waiting_bytes = work.element_size * stage.output * trained_share
-    num_done = (0, 0, max(0, stage.layers - 2), stage.layers - 1)
+    num_done = (0, done_before_last, max(0, stage.layers - 2), stage.layers - 1)
     by_moment = [4 * layers * stage.per_layer * trained_share / shards for layers in num_done]
     at_end = 4 * stage.total * trained_share / shards
     return Moments._make([*by_moment, at_end]), waiting_bytes
@@ -190,6 +196,7 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
     in_flight = arrangement.pipeline.in_flight(0, pp, work.micro_batches)
     in_flight_last = arrangement.pipeline.in_flight(pp - 1, pp, work.micro_batches)
     sent = stream * in_flight * (pp > 1)
+    states = slice_states(work, plan, arrangement)
 
     # Activations that the layers keep. With offload only those on their way to or from the host
     # count here; those of the running layer count in its backward pass.
@@ -213,20 +220,35 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
 
     # Every other micro-batch in flight keeps the activations of all its layers and, in GPipe, the
     # tensors of its loss.
-    waiting_bytes = (in_flight - 1) * all_layers + sent
+    waiting_bytes = (in_flight - 1) * (all_layers + states) + sent
     keeps_loss = arrangement.pipeline.pipeline_schedule == "GPipe"
     other_micro_batches = all_layers + _loss_kept(work, tokens, arrangement) * keeps_loss
+    done_bytes = per_layer * min(kept_layers - 1, _done_before_last(work, plan, arrangement))
     activations = Moments(
-        loss=all_layers + 2 * stream + (in_flight_last - 1) * other_micro_batches,
-        last_layer=all_layers + waiting_bytes,
+        loss=all_layers + states + 2 * stream + (in_flight_last - 1) * other_micro_batches,
+        last_layer=all_layers + states - done_bytes + waiting_bytes,
         second_layer=waiting_bytes + two_layers,
         first_layer=waiting_bytes + first_layer,
         end=0,
     )
 
-    loss = _loss_bytes(work, tokens, arrangement)
-    layer = max(_backward_bytes(kind, plan, arrangement) for _, kind in kinds(work))
+    # The logits are freed when the last norm runs back.
+    loss = max(_loss_bytes(work, tokens, arrangement), (work.norm_streams - 2) * stream)
+    loss += rotary_tables(work, plan, arrangement)
+    layer = max(backward_bytes(kind, plan, arrangement) for _, kind in kinds(work))
     return activations, Moments(loss, layer, layer, layer + recomputed_bytes, 0)
+
+
+def _done_before_last(work: StepShape, plan: Plan, arrangement: Arrangement) -> int:
+    """Return the layers (0 or 1) that are done when the last layer of the largest kind begins.
+
+    A hybrid's last layer may have softmax attention, while layers with a delta rule take more. The
+    stages of a pipeline end with layers of any kind, so there the last one counts as the largest.
+    """
+    if not work.softmax_last or arrangement.pp > 1:
+        return 0
+    softmax, delta = [backward_bytes(kind, plan, arrangement) for _, kind in kinds(work)]
+    return int(delta > softmax)
 
 
 def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
@@ -255,128 +277,3 @@ def _loss_kept(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
     if arrangement.loss_chunk:
         return work.hidden * (4 * width + tokens * work.element_size / arrangement.tp)
     return width * work.element_size * tokens
-
-
-def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
-    """Count the bytes that a layer's backward pass adds to those that its forward pass kept.
-
-    These are recomputed activations and inner gradients. The peak is in the feed-forward or in the
-    attention; by then the feed-forward's activations are freed, but its weights' gradients exist.
-    """
-    tp = arrangement.tp
-    tokens = work.tokens(plan)
-    size = work.element_size / tp
-    saved_bytes, needed_bytes = _layer_activations(work, plan, arrangement)
-    if not arrangement.offload:
-        needed_bytes -= saved_bytes
-    recomputed_bytes = tokens * needed_bytes
-
-    # Sizes: hidden states of the tokens, a chunk's inner activations, a weight matrix.
-    num_matrices = 3 if work.gated else 2
-    rows = min(tokens, arrangement.ffn_chunk or tokens)
-    stream = tokens * work.hidden * size
-    inner = rows * work.ffn * size
-    matrix = work.hidden * work.ffn * size
-    all_tokens = stream * tp  # gathered from all tensor-parallel ranks
-
-    # The peak in the feed-forward, and the bytes freed before the attention's backward pass.
-    ffn = (num_matrices - 1) * inner + matrix + stream
-    freed_bytes = work.residual / 2 * stream
-    if arrangement.ffn_chunk:  # the weights' gradients are summed in float32
-        weight_gradients = matrix * (1 + 4 / work.element_size)
-        gathered = stream
-        if tp > 1:
-            gathered = 2 * all_tokens
-        ffn += num_matrices * (inner + weight_gradients) + gathered
-    else:
-        ffn = ffn + all_tokens * (tp > 1)
-        freed_bytes = freed_bytes + num_matrices * inner
-
-    # The peak in the attention.
-    if work.delta is None:
-        sizes_of_rank = rank_sizes(work, plan, tp)
-        moves = plan.backward_moves(sizes_of_rank)
-        buffers: float = backward_buffers(plan, sizes_of_rank, moves)
-    else:
-        buffers = work.delta.split(tp).buffers(work.micro_batch, plan.local_len, work.element_size)
-    attention = buffers + 2 * stream - freed_bytes + num_matrices * matrix
-    return recomputed_bytes + max(attention, ffn)
-
-
-def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
-    """Return the kinds of layers (two beside a delta rule), each with its share of all layers."""
-    if work.delta is None:
-        return [(1.0, work)]
-    share = work.softmax_layers / work.layers
-    return [(share, replace(work, delta=None)), (1 - share, work)]
-
-
-def kept_per_token(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
-    """Return the bytes per token that a layer keeps for its backward pass, averaged over kinds."""
-    return sum(
-        share * _layer_activations(kind, plan, arrangement)[0] for share, kind in kinds(work)
-    )
-
-
-def _layer_activations(
-    work: StepShape, plan: Plan, arrangement: Arrangement
-) -> tuple[float, float]:
-    """Return the bytes per token that a layer keeps, and those that its backward pass needs.
-
-    Counted module by module: residuals, inputs of norms and projections; queries, keys and values,
-    the output and its LSE; gate, up and product of a gated feed-forward, or input and activation of
-    a plain one.
-    """
-    tp = arrangement.tp
-    per_channel = work.element_size / tp
-
-    # The attention; the policy attention_boundary keeps only its results.
-    queries = work.heads * work.head_dim
-    keys = work.kv_heads * work.head_dim
-    lse = 4 * work.heads / tp
-    outputs = queries * num_outputs(plan)
-    if work.delta is None:
-        attention = (queries + outputs + 2 * keys + work.gate * queries) * per_channel + lse
-        results = outputs * per_channel + lse
-    else:
-        delta = work.delta.split(tp)
-        attention = delta.activations(plan, work.micro_batch, work.element_size, work.normed)
-        results = sum(delta.results(plan, work.micro_batch, work.element_size))
-
-    # The feed-forward, the residual stream, and the norms' outputs, which are gathered over tp.
-    ffn = 0
-    if not arrangement.ffn_chunk:
-        ffn = (3 if work.gated else 2) * work.ffn
-    norm_outputs = 2 * (1 - 1 / tp) * work.hidden * work.element_size
-    stream = (work.residual + work.modulated) * work.hidden
-    everything = (stream + ffn) * per_channel + attention + norm_outputs
-    if arrangement.recompute == "full":
-        return work.hidden * per_channel, everything
-    if arrangement.recompute == "attention_boundary":
-        return work.hidden * per_channel + results, everything
-    return everything, everything
-
-
-def num_outputs(plan: Plan) -> int:
-    """Return the number of copies of the attention's output that are kept.
-
-    Ulysses keeps the output before and after its exchange, except in stages of heads.
-    """
-    geometry = plan.geometry
-    exchanges = geometry.ulysses_degree > 1 and geometry.options.ulysses_head_chunks == 1
-    if exchanges:
-        return 2
-    return 1
-
-
-def fetched_ahead(work: StepShape, plan: Plan, arrangement: Arrangement) -> bool:
-    """Return True if offloaded activations come back during the next layer's backward pass."""
-    per_token = max(_layer_activations(kind, plan, arrangement)[0] for _, kind in kinds(work))
-    return work.tokens(plan) * per_token <= FETCH_AHEAD
-
-
-def rank_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
-    """Return the attention's sizes for one rank's heads."""
-    heads = work.heads // tp
-    kv_heads = max(1, work.kv_heads // tp)
-    return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)

@@ -40,6 +40,8 @@ class StepShape:
     """Number of a hybrid's softmax layers; the plan describes them only beside a delta rule."""
     softmax_seconds: float = 0.0
     """Seconds of a softmax layer's attention forward and backward, in its own layout."""
+    softmax_last: bool = False
+    """True if the last layer beside a delta rule has softmax attention."""
     delta: DeltaShape | None = None
     """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
     gate: float = 0.0
@@ -50,6 +52,8 @@ class StepShape:
     """Number of tensors of the residual stream's size that a layer keeps: residuals, and inputs of
     norms and matmuls.
     """
+    norm_streams: float = 2.0
+    """Number of tensors of the residual stream's size in the backward pass of the last norm."""
     normed: float = 0.0
     """Number of additional copies of a delta rule's output that its norm keeps if no kernel fuses
     it.
@@ -112,11 +116,12 @@ class Arrangement:
     moments_on_host: bool = False
     loss_chunk: int = 0
     ffn_chunk: int = 0
+    layer_chunk: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     compiled: bool = False
     float8_recipe: str = ""
-    """Granularity of the scales of 8-bit matmuls, a key of ``planner.float8.SPEEDUP``; empty for
-    matmuls in the compute dtype.
+    """Granularity of the scales of 8-bit matmuls, a key of ``planner.layers.float8.SPEEDUP``; empty
+    for matmuls in the compute dtype.
     """
 
     def stage_layers(self, work: StepShape) -> int:

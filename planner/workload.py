@@ -53,9 +53,9 @@ MAX_MICRO_BATCHES = 32
 
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
-    """Return the work of a step. The vocabulary of a language model must be known.
+    """Return the work of a step. A language model's vocabulary must be known.
 
-    A CPU has no fused kernels for norms and the delta rule, so layers keep more there.
+    A CPU has no fused kernels for norms and the delta rule, so more is kept there.
 
     Args:
         dp: number of data-parallel ranks.
@@ -67,9 +67,11 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
         fields["first_layer"] = 0.0
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
         fields["residual"] = StepShape.residual
+        fields["norm_streams"] = 6.0
         norm_copies = 1.0
         if config.train.bf16:  # norms keep copies in float32
             fields["residual"] = 10.0
+            fields["norm_streams"] = 12.0
             norm_copies = 3.0
         if "delta" in fields:
             fields["delta"] = fields["delta"]._replace(slab=CPU_CHUNKS)
@@ -153,6 +155,7 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
     )
     norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
     gate = model.footprint.output_gate + norms
+    numbers["softmax_last"] = model.has_softmax(model.num_layers - 1)
     return numbers | {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
 
 

@@ -8,6 +8,7 @@ from itertools import count, product
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,7 +195,8 @@ class Handles(Generic[T]):
         if number is None:
             number = self.add(item)
             self._tensors[item] = number
-        handle = torch.full(shape, number, dtype=torch.int64, device="cpu")
+        # From numpy, since a rehearsal makes all tensors that torch allocates fake.
+        handle = torch.from_numpy(np.full(shape, number, np.int64))
         handle.stands_for = self._objects[number]  # type: ignore[attr-defined]
         return handle
 

@@ -77,14 +77,14 @@ NODES = {
     "parallel": 96847,
     "data": 51920,
     "train": 71990,
-    "planner": 59550,
+    "planner": 61980,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 67640,
+    "tools": 67695,
     "papers": 21520,
     "bench": 30720,
     "docs": 3440,
-    "tests": 460660,
+    "tests": 461940,
 }
 """Maximum syntax nodes per folder.
 

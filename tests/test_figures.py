@@ -66,7 +66,7 @@ ALLOWED = {
         "81.9": "the memory in a cluster's file",
     },
     "prediction_errors.md": {
-        "1.19 1.59": "constants of planner/float8.py",
+        "1.19 1.59": "constants of planner/layers/float8.py",
         "16.9": "a constant of papers/striped.py",
         "13.42": "12.5 GiB in GB",
         "81.9": "the memory in a cluster's file",

@@ -37,10 +37,11 @@ if not __package__:  # run as a script: the packages are one folder up
 from data.tokenizer import load_tokenizer
 from planner.choice import combine_prediction_and_profile
 from planner.cluster import Cluster, default_cluster, load_cluster
-from planner.extremes import fewest, longest, of_length
+from planner.extremes import fewest, limit_of_longest, longest, of_length
 from planner.levers import settings
+from planner.limits import nothing_left
 from planner.page.measured import ProfiledRun, read_profile
-from planner.search import Ranking, arrangements, nothing_left, rank
+from planner.search import Ranking, arrangements, rank
 from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
@@ -322,6 +323,12 @@ def plan(argv: list[str]) -> None:
     if not ranking.candidates:
         raise ConfigError(nothing_left(ranking, cluster))
 
+    limit = ""
+    if args.longest:
+        limit = limit_of_longest(config, world_size, cluster)
+    if limit:
+        note = f"a longer sequence lacks {limit}"
+
     rows = []
     for candidate in ranking.candidates:
         dp = world_size // math.prod(candidate.config.mesh.sizes)
@@ -333,7 +340,19 @@ def plan(argv: list[str]) -> None:
         return
 
     base = parsed(["--config", args.model]) if args.model else None
-    plans = Plans(args, argv, config, base, world_size, cluster, ranking, rows, note, _ranked)
+    plans = Plans(
+        args=args,
+        argv=argv,
+        config=config,
+        base=base,
+        world_size=world_size,
+        cluster=cluster,
+        ranking=ranking,
+        rows=rows,
+        note=note,
+        limit=limit,
+        rank_plans=_ranked,
+    )
     page = plan_page(plans) if args.html else ""
     print_plans(plans)
 

@@ -13,7 +13,7 @@ from planner.diffusion.parts import Forward, Tokens
 from planner.diffusion.symbols import Training
 from planner.diffusion.tape import ATTENTION
 from planner.diffusion.transformer import Transformer
-from planner.step_memory import num_outputs
+from planner.layers.memory import num_outputs
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """Linear modules that diffusers' training scripts give adapters: those of the attention."""

@@ -67,26 +67,42 @@ class DeltaShape(NamedTuple):
         """Return the number of elements of all heads' states."""
         return self.heads * self.key_dim * self.value_dim
 
-    def results(self, plan: Plan, batch: int, element_size: int) -> list[float]:
+    def results(
+        self, plan: Plan, batch: int, element_size: int, length: int | None = None
+    ) -> list[float]:
         """Return the bytes per token of the operator's outputs: states, Q and the output.
 
         The states are those before each slab of chunks, and the final one. Tokens do not wait for
         the state of an earlier rank: Q times that state is added to their outputs when it arrives.
+
+        Args:
+            length: number of a rank's tokens of one sequence in a slice. By default the operator
+                takes all tokens at once. A slice's ranks split the heads, so none waits.
         """
         slab_tokens = CHUNK * max(1, self.slab // (batch * self.heads))
-        num_states = 1 + -(-plan.local_len // slab_tokens)
-        states = 4 * num_states * batch * self.state / (batch * plan.local_len)
-        q = 4 * wide_share(plan) * self.heads * self.key_dim
+        num_states = 1 + -(-(length or plan.local_len) // slab_tokens)
+        states = 4 * num_states * self.state / (length or plan.local_len)
+        q = 0.0
+        if length is None:
+            q = 4 * wide_share(plan) * self.heads * self.key_dim
         return [states, q, element_size * self.outputs]
 
-    def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
+    def activations(
+        self,
+        plan: Plan,
+        batch: int,
+        element_size: int,
+        normed: float,
+        length: int | None = None,
+    ) -> float:
         """Return the bytes per token kept for the backward pass by the rule and its modules.
 
         These are q, k and v before and after the convolution and the activation; normalised queries
         and keys in float32 and in their dtype; the output before and after its norm (which keeps
-        ``normed`` copies), the output gate and the gated output; gates; states and Q.
+        ``normed`` copies), the output gate and the gated output; gates; states and Q. ``length`` is
+        that of ``results``.
         """
-        states, q, _ = self.results(plan, batch, element_size)
+        states, q, _ = self.results(plan, batch, element_size, length)
         queries_and_keys = 2 * self.key_heads * self.key_dim
         gate_width = self.key_dim if self.per_channel else 1
         gates = 4 * self.heads * (3 + 4 * gate_width)

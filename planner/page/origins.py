@@ -30,7 +30,7 @@ FORMULAS = {
         "2 FLOPs for each weight and token, forward and for each of two gradients, at "
         f"matmul_fraction of peak_tflops; pointwise work reads or writes activations {POINTWISE:g} "
         f"times ({COMPILED:g} with --compile; fitted to published runs) at memory_gb_per_s; "
-        "compiled matmuls in 8 bits count as faster (planner/float8.py)",
+        "compiled matmuls in 8 bits count as faster (planner/layers/float8.py)",
         "planner/step_cost.py",
     ),
     "recompute": (

@@ -18,7 +18,15 @@ from kernels.backends.base import SIMULATED_KERNEL, SIMULATED_SLAB
 from parallel.mesh import Mesh
 from parallel.offload import KEPT, MOMENTS, SEVERAL, in_slabs
 from planner.recorder.events import Event, alive_after, peak_event
-from planner.recorder.operators import SCANS, SHAPES, SILENT, SLABS, bytes_sent, is_on_real_tensors
+from planner.recorder.operators import (
+    SCANS,
+    SHAPES,
+    SILENT,
+    SLABS,
+    STATEFUL,
+    bytes_sent,
+    is_on_real_tensors,
+)
 from planner.recorder.tape import Tape, key_of
 from runtime.simulation import ALLOCATION_CAUSE, replaced
 from train.config.common import CommonConfig
@@ -210,9 +218,10 @@ class Recorder(TorchDispatchMode):
                 out = code(*args, **kwargs)
         finally:
             self.kind = kind
-        tape = self._tape_of(out, leaves, first_storage, first_event, sent_before)
-        if tape is not None:
-            self._tapes[key] = tape
+        if not func.name().startswith(STATEFUL):
+            tape = self._tape_of(out, leaves, first_storage, first_event, sent_before)
+            if tape is not None:
+                self._tapes[key] = tape
         return out
 
     def _replay(self, tape: Tape) -> Any:

@@ -55,6 +55,8 @@ SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 """Communication operators that send nothing."""
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 """Operators replaced by their shape functions: their own code is a loop over the tokens."""
+STATEFUL = "longmesh::slice_attention"
+"""Operator that also reads and writes tensors other than its arguments, so every call is run."""
 SHAPES = AttentionKernel(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),

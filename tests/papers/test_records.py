@@ -12,7 +12,7 @@ import pytest
 from papers import records, rows
 from papers.ring import step_of
 from planner.cluster import CLUSTERS, load_cluster
-from planner.float8 import PUBLISHED_ERROR, SPEEDUP
+from planner.layers.float8 import PUBLISHED_ERROR, SPEEDUP
 
 FOUND = records.runs()
 H100 = load_cluster(CLUSTERS / "h100_pod.toml")

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
-from planner.float8 import OLDER_CARDS, SPEEDUP, float8_recipe
+from planner.layers.float8 import OLDER_CARDS, SPEEDUP, float8_recipe
 from planner.search import predicted
 from train.config.language import parse_args
 from train.float8 import Float8Config

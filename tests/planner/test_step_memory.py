@@ -39,6 +39,10 @@ DELTA = (
 MUON = "--optimizer muon "
 BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
 SHORT = "--seq-length 256 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64 "
+SLICES = (
+    "--seq-length 65536 --recompute-granularity full --loss-chunk-size 256 --vocab-size 256 "
+    "--context-parallel-method ulysses --layer-chunk-size 16384 "
+)
 CASES = {
     "none": (1, ""),
     "none, chunks": (1, CHUNKS),
@@ -80,6 +84,12 @@ CASES = {
     "qwen3_5 on a CPU, float32": (1, DELTA + "--device cpu --no-bf16"),
     "qwen3_5 on a CPU": (1, DELTA + "--device cpu"),
     "olmo_hybrid": (1, DELTA.replace("--rotary-percent 0.25 ", "") + "--model-type olmo_hybrid"),
+    "slices": (1, SLICES),
+    "slices, tensor 2": (2, SLICES + "--tensor-model-parallel-size 2"),
+    "slices, ulysses 4, adapters, offload":
+        (4, SLICES + "--context-parallel-size 4 --lora-rank 8 --recompute-offload"),
+    "slices, qwen3_5": (1, DELTA + SLICES + "--num-layers 4"),
+    "slices on a CPU": (1, SLICES + "--device cpu"),
     "muon, pipeline 4": (4, MUON + SHORT + "--pipeline-model-parallel-size 4"),
     "bf16 moments, a step of tensor 2":
         (4, BF16 + SHORT + "--tensor-model-parallel-size 2 --vocab-size 8000"),
@@ -100,6 +110,7 @@ QUICK = (
     "data 4, zero1",
     "gemma3",
     "transnormer, lasp 4, full",
+    "slices, ulysses 4, adapters, offload",
 )
 """Cases of ``make test``: whatever is cut, stored or sent is in one of them.
 

@@ -12,8 +12,9 @@ from planner.cluster import Cluster, endless
 from planner.dry_run import rehearsed, verdict
 from planner.extremes import changes
 from planner.levers import described, memory_of, mesh_of, method_of
+from planner.limits import nothing_left
 from planner.recorder import CAUSES
-from planner.search import nothing_left, rank
+from planner.search import rank
 from planner.workload import heaviest_documents, typical_documents
 from runtime.progress import amount, counted, duration
 from tools.common.plan_text import bars, headline

@@ -12,7 +12,7 @@ from kernels.backends import RATED
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, largest_public_error
 from planner.dry_run import tightly
-from planner.float8 import PUBLISHED_ERROR, SPEEDUP
+from planner.layers.float8 import PUBLISHED_ERROR, SPEEDUP
 from planner.levers import described, memory_of, mesh_of, method_of
 from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration

@@ -1,13 +1,9 @@
 """Print ranked plans: as JSON, as the answer for a named model, or as a table."""
 
-import argparse
 import json
 
-from planner.cluster import Cluster
 from planner.dry_run import tightly
-from planner.search import Ranking
 from tools.common.plan_text import (
-    PlanRow,
     alike,
     answer,
     bars,
@@ -20,15 +16,15 @@ from tools.common.plan_text import (
 from tools.common.plans.ranked import Plans
 
 
-def _print_json(
-    args: argparse.Namespace, rows: list[PlanRow], ranking: Ranking, cluster: Cluster
-) -> None:
+def _print_json(plans: Plans) -> None:
+    ranking = plans.ranking
     entry = {
-        "cluster": cluster.entries(),
-        "rows": [row.entry() for row in rows[: args.top]],
+        "cluster": plans.cluster.entries(),
+        "rows": [row.entry() for row in plans.rows[: plans.args.top]],
         "refused": dict(ranking.refused),
         "too_large": len(ranking.over_memory),
         "host_short": len(ranking.over_host_memory),
+        "limit": plans.limit,
     }
     print(json.dumps(entry))
 
@@ -39,9 +35,11 @@ def print_plans(plans: Plans) -> None:
     rows = plans.rows
     cluster = plans.cluster
     if args.json:
-        _print_json(args, rows, plans.ranking, cluster)
+        _print_json(plans)
     elif args.model:
         print(answer(rows, plans.base, plans.world_size, cluster, plans.file))
+        if plans.limit:
+            print(plans.note)
     else:
         shown = rows[: args.top]
         print(headline(plans.world_size, cluster, plans.config))

@@ -31,6 +31,8 @@ class Plans:
     rows: list[PlanRow]
     note: str
     """A note on the ranking; empty if there is none."""
+    limit: str
+    """The memory that a longer sequence lacks, with --longest; empty without."""
     rank_plans: RankPlans
 
     @property

@@ -1,0 +1,143 @@
+"""Predict the time and memory of a layer that takes its sequence slice by slice.
+
+With ``--layer-chunk-size`` a layer has inner activations of one slice at a time. Of all tokens it
+has its input, the gradients of its output and input, its keys and values, and the sums of their
+gradients (parallel/context/slices). A layer with a state hands it on from slice to slice instead.
+
+Compared with ``full`` recomputation of the whole layer, keys and values are computed once more in
+the backward pass; each slice launches the layer's kernels anew, and adds the gradients of all keys
+that it sees to their sums in memory.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from parallel.context.plan import Plan
+from parallel.context.traffic import Sizes
+from planner.cluster import MICRO, Cluster
+from planner.layers.delta_cost import DeltaShape
+
+LAUNCHES = 110
+"""Number of kernels that a slice launches in a layer: forward, keys again, forward again, backward.
+
+docs/evidence/memory.md: a LLaMA launches 76 kernels a layer, forward and backward; a third of them
+are the forward's, which runs again. Keys take a norm, two projections and rotations.
+"""
+EXCHANGES = 12
+"""Number of exchanges of heads in which a slice's tensors travel: q, k, v and out; k and v again; q
+and out again; and the gradients of all four.
+"""
+PER_TILE = 4
+"""Number of launches in a tile's ``launch_us``: the kernel, and the merge of its result."""
+
+
+@dataclass(frozen=True)
+class SliceCost:
+    """Cost of a layer's slices on a rank, beside that of the same layer on all tokens at once."""
+
+    plan: Plan
+    sizes: Sizes
+    """Sizes of the attention on this rank, after the exchange of heads."""
+    chunk: int
+    """Number of tokens of a rank's micro-batch in a slice; all sequences have equal slices."""
+
+    @property
+    def length(self) -> int:
+        """Return the number of a rank's tokens of one sequence in a slice."""
+        return min(self.plan.local_len, max(1, self.chunk // self.sizes.batch))
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of a rank's tokens in a slice, of all sequences."""
+        return self.length * self.sizes.batch
+
+    @property
+    def count(self) -> int:
+        """Return the number of slices of a sequence."""
+        return -(-self.plan.local_len // self.length)
+
+    def key_bytes(self) -> int:
+        """Return the bytes of the keys and values of all tokens, and of the sums of gradients."""
+        return self.sizes.payload("kv") + self.sizes.gradient("kv")
+
+    def attention_bytes(self) -> float:
+        """Return the bytes of a slice's attention backward, beside the keys and their sums.
+
+        A kernel returns the gradients of a tile: of a slice's queries, and of the keys that it
+        sees. They are added to sums in float32, those of the queries too.
+        """
+        sizes = self.sizes
+        share = self.length / self.plan.local_len
+        wide_queries = sizes.gradient("queries") * share
+        queries = wide_queries * sizes.element_size / sizes.wide
+        return wide_queries + queries + sizes.payload("kv") * self._longest_reach
+
+    def state_bytes(self, delta: DeltaShape) -> float:
+        """Return the bytes of states that slices of a layer leave for the backward pass.
+
+        A slice takes the state of the delta rule in float32, and the inputs of the convolution's
+        last tokens.
+        """
+        sizes = self.sizes
+        inputs = (delta.taps - 1) * delta.channels * sizes.element_size
+        return self.count * sizes.batch * (sizes.wide * delta.state + inputs)
+
+    @property
+    def _longest_reach(self) -> float:
+        """Share of all keys that the largest tile has: the longest document's, before its slice."""
+        starts = (0, *self.plan.boundaries, self.plan.seq_len)
+        longest = max(end - start for start, end in pairwise(starts))
+        ranks = self.plan.size
+        return max(longest - ranks * self.length, ranks * self.length) / self.plan.seq_len
+
+    def key_seconds(self, hidden: int, cluster: Cluster) -> float:
+        """Return the seconds to compute the keys and values of all tokens once more."""
+        sizes = self.sizes
+        tokens = sizes.batch * self.plan.local_len
+        width = 2 * sizes.kv_heads * sizes.tokens // self.plan.local_len * sizes.head_dim
+        return 2 * tokens * hidden * width / cluster.products_flops_per_s
+
+    def sum_seconds(self, cluster: Cluster) -> float:
+        """Return the seconds to add all slices' gradients of keys to their sums in memory.
+
+        A kernel writes a gradient, and the sum is read and written: each of the two in its dtype.
+        """
+        if not cluster.memory_gb_per_s:
+            return 0.0
+        sizes = self.sizes
+        moved = 2 * sizes.payload("kv") + 2 * sizes.gradient("kv")
+        return self.count * moved * self._mean_reach / cluster.memory_bytes_per_s
+
+    @property
+    def _mean_reach(self) -> float:
+        """Share of all keys that a slice sees, on average."""
+        plan = self.plan
+        pairs = plan.work().pairs.sum() / plan.size  # every rank has all tokens, for its heads
+        keys = pairs / plan.seq_len + plan.size * self.length / 2
+        return min(1.0, float(keys) / plan.seq_len)
+
+    def latency_seconds(self, cluster: Cluster, tp: int) -> float:
+        """Return the seconds that the exchanges of all slices but the first take to begin."""
+        ranks = self.plan.size
+        if ranks == 1:
+            return 0.0
+        latency = cluster.between_latency_us
+        if ranks * tp <= cluster.gpus_per_node:
+            latency = cluster.inside_latency_us
+        return EXCHANGES * (self.count - 1) * latency * MICRO
+
+    def launch_seconds(self, layer_seconds: float, cluster: Cluster) -> float:
+        """Return the seconds that launches add to a layer's passes over one micro-batch.
+
+        Every slice has a tile of earlier keys and one of its own, forward twice and backward. A GPU
+        computes while the next kernels are launched, so the other launches count only if they take
+        longer than computing; on a CPU they count in full.
+
+        Args:
+            layer_seconds: seconds of computing in all passes of the layer.
+        """
+        tiles = 3 * 2 * (self.count - 1) * cluster.launch_us * MICRO
+        launches = LAUNCHES * self.count * cluster.launch_us * MICRO / PER_TILE
+        if cluster.device == "cpu":
+            return tiles + launches
+        return tiles + max(0.0, launches - layer_seconds)

@@ -1,0 +1,158 @@
+"""The time, memory and lever of a layer that takes its sequence slice by slice."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.memory import configured, measured
+from parallel.context import make_plan
+from planner.cluster import CLUSTERS, default_cluster, load_cluster
+from planner.extremes import changes, limit_of_longest
+from planner.layers.memory import backward_bytes, slice_cost
+from planner.levers import ORDER, SLICES, ladder, settings
+from planner.search import contexts, weigh
+from planner.step_cost import step_seconds
+from planner.step_shape import Arrangement
+from planner.workload import workload_of
+from runtime.ranks import run_ranks
+from tests.planner.test_step_cost import COMPUTE, GPT_7B, LATENCY
+from train.config.language import load_config, parse_args
+
+H100 = load_cluster(CLUSTERS / "h100_pod.toml")
+LLAMA_8B = load_config("configs/models/llama3_8b.toml").updated(
+    bf16=True, micro_batch_size=1, global_batch_size=1
+)
+WHOLE = Arrangement(recompute="full", offload=True, loss_chunk=2048)
+PROFILED = (
+    "--device cpu --mock-data --model-type llama --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 2 --num-query-groups 1 --vocab-size 128 --micro-batch-size 1 "
+    "--global-batch-size 1 --loss-chunk-size 256 --recompute-granularity full "
+    "--layer-chunk-size 512 --context-parallel-method ulysses "
+    "--data-parallel-sharding-strategy ddp --seq-length "
+)
+
+
+def seconds(cluster, tokens=8192, chunk=0, size=1, work=GPT_7B):
+    plan = make_plan("ulysses", seq_len=tokens, size=size)
+    return step_seconds(work, plan, replace(WHOLE, layer_chunk=chunk), cluster)[0]
+
+
+def test_keys_are_computed_once_more():
+    """Two projections of width 4096: 4 FLOPs a token and weight."""
+    whole = seconds(COMPUTE)
+    in_slices = seconds(COMPUTE, chunk=1024)
+    again = in_slices.pop("slices")
+    assert in_slices == whole
+    assert again == pytest.approx(32 * 8192 * 4 * 4096**2 / 1e12)
+
+
+def test_every_slice_launches_what_computing_does_not_hide():
+    """110 launches of 1 us a slice, and 6 tiles of 4 us of each slice but the first.
+
+    The 3 tiles of a whole layer hide as many launches.
+    """
+    idle = replace(COMPUTE, peak_tflops=1e15, launch_us=4)
+    assert seconds(idle, chunk=1024)["slices"] == pytest.approx(
+        32 * (8 * 110 - 3 * 4 + 7 * 6 * 4) * 1e-6, rel=1e-3
+    )
+    busy = replace(COMPUTE, launch_us=4)
+    on_cpu = replace(busy, device="cpu")
+    tiles = 32 * 7 * 6 * 4e-6
+    keys = seconds(COMPUTE, chunk=1024)["slices"]
+    assert seconds(busy, chunk=1024)["slices"] == pytest.approx(keys + tiles)
+    assert seconds(on_cpu, chunk=1024)["slices"] == pytest.approx(keys + tiles + 32 * 8 * 110e-6)
+
+
+def test_exchanges_of_every_slice_wait_and_sums_of_keys_are_read_and_written():
+    waits = seconds(LATENCY, chunk=1024, size=2)["slices"]
+    assert waits == pytest.approx(32 * 12 * 3)
+    slow = replace(COMPUTE, peak_tflops=1e15, memory_gb_per_s=1.0)
+    plan = make_plan("ulysses", seq_len=8192, size=1)
+    cost = slice_cost(GPT_7B, plan, replace(WHOLE, layer_chunk=1024))
+    # On average 4096.5 + 512 keys; 2 writes and reads in 2 and in 4 bytes for each of 2 x 4096.
+    moved = 8 * (4096.5 + 512) * 2 * 4096 * 2 * (2 + 4)
+    assert cost.sum_seconds(slow) == pytest.approx(moved / 1e9)
+    assert cost.sum_seconds(COMPUTE) == 0
+
+
+def test_a_window_or_short_documents_make_tiles_of_few_keys():
+    plan = make_plan("ulysses", seq_len=8192, size=1)
+    packed = make_plan("ulysses", seq_len=8192, size=1, documents=(0, 1024, 4096, 8192))
+    arrangement = replace(WHOLE, layer_chunk=512)
+    whole, short = (slice_cost(GPT_7B, each, arrangement) for each in (plan, packed))
+    per_key = 2 * 4096 * 2
+    assert whole.attention_bytes() - short.attention_bytes() == per_key * (8192 - 4096)
+    assert short.sum_seconds(H100) < whole.sum_seconds(H100)
+
+
+def test_bytes_of_a_token_are_those_of_what_exists_of_all_tokens():
+    """LLaMA 3 8B in bfloat16 with inputs on the host, in KB: x, dout and dx 24, K and V 4, their
+    sums 8, the gradients of a tile 4, rotary tables 0.5.
+    """
+    arrangement = replace(WHOLE, layer_chunk=16384)
+    work = workload_of(LLAMA_8B, 1, "cuda")
+    sizes = []
+    for length in (1 << 19, 1 << 20):
+        plan = make_plan("ulysses", seq_len=length, size=1)
+        sizes.append(backward_bytes(work, plan, arrangement))
+    assert sizes[1] - sizes[0] == 40.5 * 1024 * (1 << 19)
+    assert sizes[1] < 0.65 * backward_bytes(work, plan, replace(WHOLE, ffn_chunk=8192))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [3072, 4096, 6144, 8192])
+def test_memory_is_within_5_percent_of_the_profilers_peak(length):
+    flags = f"{PROFILED}{length}"
+    config, _ = configured(flags)
+    (real,) = run_ranks(measured, 1, flags)
+    device_bytes = weigh(config, 1, default_cluster("cpu"), None).device
+    assert device_bytes == pytest.approx(real["bytes"], rel=0.05)
+
+
+def test_slices_are_a_lever_where_keys_stay_on_their_rank():
+    long = LLAMA_8B.updated(
+        seq_length=1 << 20,
+        context_parallel_size=4,
+        context_parallel_method="ulysses",
+        recompute_granularity="full",
+        ulysses_head_chunks=2,
+    )
+    assert SLICES.further(long, H100) == [(16384, 1)]
+    for change in (
+        {"context_parallel_method": "zigzag", "ulysses_head_chunks": 1},
+        {"recompute_granularity": "attention_boundary"},
+        {"compile": True},
+        {"seq_length": 65536},
+    ):
+        assert SLICES.further(long.updated(**change), H100) == []
+    several = long.updated(micro_batch_size=3, global_batch_size=3)
+    assert SLICES.further(several, H100) == [(16383, 1)]
+
+    tried = list(ladder([long], H100, moments=True))
+    in_slices = [config for configs in tried[2:] for config in configs]
+    assert {config.recompute.layer_chunk_size for config in in_slices} == {0, 16384}
+    assert ORDER.index(SLICES) == len(ORDER) - 3
+    methods = contexts(in_slices[0].updated(context_parallel_size=4), 8)
+    assert {context.context_parallel_method for context in methods} == {"ulysses"}
+
+
+def test_a_linear_or_full_attention_is_not_cut_into_slices():
+    lasp = parse_args(
+        "--model-type transnormer --mock-data --seq-length 1048576 "
+        "--recompute-granularity full".split()
+    )
+    assert SLICES.further(lasp, H100) == []
+    assert all(config.recompute.layer_chunk_size == 0 for config in settings(lasp, H100))
+
+
+def test_slices_make_a_run_fit_and_host_memory_is_named_where_it_is_too_small():
+    adapters = LLAMA_8B.updated(lora_rank=16, context_parallel_method="ulysses")
+    adapters = adapters.updated(seq_length=1 << 20, context_parallel_size=1)
+    roomy = replace(H100, host_memory_gb=400)
+    needed, _ = changes(adapters, 1, roomy, None)
+    assert needed[-1].flag.endswith("--layer-chunk-size 16384")
+    assert needed[-1].bytes < 1e9 * roomy.memory_gb
+    assert changes(adapters, 1, H100, None) == ([], None)
+    assert limit_of_longest(adapters, 1, H100) == "host memory"
+    no_host = replace(H100, host_gb_per_s=0.0)
+    assert limit_of_longest(adapters, 1, no_host) == "device memory"

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 from planner.cluster import Cluster
 from planner.host_memory import offloaded
 from planner.layers.attention_cost import AttentionCost
+from planner.layers.memory import rank_sizes
 from planner.search import MemoryEstimate
 from planner.step_cost import LayerSeconds, head_seconds, layer_seconds, offload_seconds
-from planner.step_memory import rank_sizes
 from planner.workload import with_softmax_layers
 
 Kind = Literal["compute", "send", "copy", "wait"]

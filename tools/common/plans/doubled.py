@@ -5,8 +5,8 @@ from xml.etree.ElementTree import Element
 
 from planner.extremes import of_length
 from planner.levers import described
+from planner.limits import nothing_left
 from planner.page.elements import Child, element, table
-from planner.search import nothing_left
 from runtime.progress import amount, duration
 from tools.common.plan_text import PlanRow
 from tools.common.plans.ranked import Plans

@@ -22,8 +22,9 @@ from kernels.cuda import SMALL
 from parallel.context.plan import Plan, make_plan
 from planner.cluster import MICRO, Cluster
 from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost
+from planner.layers.memory import rank_sizes
 from planner.step_cost import step_seconds
-from planner.step_memory import memory_of, rank_sizes
+from planner.step_memory import memory_of
 from planner.step_shape import Arrangement, StepShape
 
 ROOM = 0.9

@@ -23,7 +23,7 @@ from bench.documents.groups import (
 from bench.documents.lengths import load_kinds, log_normal, micro_batches
 from bench.documents.report import gain, settings
 from planner.layers.attention_cost import AttentionCost
-from planner.step_memory import rank_sizes
+from planner.layers.memory import rank_sizes
 from tests.starts import ROOT
 
 KINDS = load_kinds()

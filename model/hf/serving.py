@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model.hf.folder import TOKENIZERS
 from model.parts.rope import yarn_mscale
 
 
@@ -18,7 +19,7 @@ def vllm_note(settings: Mapping[str, Any], folder: Path) -> str:
 
     Args:
         settings: contents of the exported config.json.
-        folder: the exported folder.
+        folder: the exported folder. If it has no tokenizer, the command asks for one.
     """
     table = settings.get("rope_parameters") or {}
     nested = {name: entry for name, entry in table.items() if isinstance(entry, Mapping)}
@@ -40,7 +41,11 @@ def vllm_note(settings: Mapping[str, Any], folder: Path) -> str:
         overrides = overrides[""]
     words = ["vllm", "serve", str(folder), "--max-model-len", str(length)]
     words += ["--hf-overrides", json.dumps({"rope_parameters": overrides})]
-    return f"\nserve it with vLLM:\n  {shlex.join(words)}"
+    title = "serve it with vLLM (not tried)"
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        words += ["--tokenizer", "FOLDER"]
+        title += ", with the folder of a Hugging Face tokenizer"
+    return f"\n{title}:\n  {shlex.join(words)}"
 
 
 def _with_attention_factors(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from runtime.ranks import run_ranks
 from tests.pretraining import TINY
 from tests.tools.plans import A100, MODEL, rows_of, without_launcher  # noqa: F401
 from tools.common.plan_text import command, grouped, sources
-from tools.common.training import PEAK, measure
+from tools.common.training import PEAK, measure, shortened
 from tools.plan import main
 from train.config.derive import beyond_rope
 from train.config.language import parse_args, validate
@@ -338,3 +338,9 @@ def test_other_kinds_of_models_have_plans(name, capsys):
     assert rows_of(capsys.readouterr().out)
     assert main([*flags, *A100, "--fits", "--data-path", "not_read"]) == 0
     assert "\nfits in " in capsys.readouterr().out
+
+
+def test_the_profile_of_a_plan_leaves_out_that_of_the_run(tmp_path):
+    config = parse_args([*TINY, "--profile", "--save", str(tmp_path)])
+    assert config.profiling.profile
+    assert not shortened(config, 2).profiling.profile

@@ -104,7 +104,7 @@ def measure(
     with distributed_mesh(configs[0].mesh):
         prints = is_first() and not quiet
         for number, config in enumerate(configs, 1):
-            short = _shortened(config, iterations + 1)
+            short = shortened(config, iterations + 1)
             if prints:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
             with released_groups(number):
@@ -118,7 +118,7 @@ def measure(
     return seconds
 
 
-def _shortened(config: Config, iterations: int) -> Config:
+def shortened(config: Config, iterations: int) -> Config:
     """Return a run of a few iterations that saves nothing; its learning rates stay the same."""
     decay = max(config.optimizer.lr_decay_iters or config.train.train_iters, iterations)
     return replace(config, checkpoint=CheckpointConfig()).updated(
@@ -127,6 +127,7 @@ def _shortened(config: Config, iterations: int) -> Config:
         exit_interval=None,
         exit_duration_in_mins=None,
         lr_decay_iters=decay,
+        profile=False,
         tensorboard_dir=None,
         wandb_project=None,
         wandb_exp_name=None,

@@ -93,4 +93,11 @@ def test_a_model_of_two_ropes_names_both(tmp_path):
 
 
 def test_plain_rope_needs_no_command(tmp_path):
-    assert vllm_note(exported({"max_position_embeddings": 8192}), tmp_path) == ""
+    written = exported({"max_position_embeddings": 8192})
+    assert vllm_note(written, tmp_path) == ""
+
+
+def test_a_folder_without_a_tokenizer_needs_one(tmp_path):
+    assert vllm_note(exported(YARN), tmp_path).endswith(" --tokenizer FOLDER")
+    (tmp_path / "tokenizer.json").touch()
+    assert "tokenizer" not in vllm_note(exported(YARN), tmp_path)

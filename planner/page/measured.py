@@ -74,7 +74,7 @@ def read_profile(run: Path) -> list[RankTimes]:
         values: dict[str, Any] = {}
         for entry in fields(RankTimes):
             value = row.get(entry.name) if isinstance(row, dict) else None
-            kind = types.get(entry.name, int | float)
+            kind: Any = types.get(entry.name, int | float)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ProfileError(f"{file}: {entry.name} of a rank is missing or wrong; {remedy}")
             if kind is not str and not 0 <= value <= sys.float_info.max:  # NaN neither

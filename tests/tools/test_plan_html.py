@@ -250,13 +250,23 @@ def test_what_cannot_be_drawn_is_refused_before_the_search(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_of_packed_documents_has_the_rate_of_its_kernel(tmp_path, capsys):
+    flags = ["--cluster", "h100", "--context-parallel-size", "2", "--top", "1"]
+    packed = ["--reset-attention-mask", "--document-lengths", "300", "2000"]
+    page = page_of(tmp_path / "plan.html", *MODEL, *flags, *packed)
+    capsys.readouterr()
+    rows = {row[0]: row[1:] for row in page.tables["constants"][1:]}
+    assert rows["attention_kernel"][0] == "flash_attn"
+    assert f"at {float(rows['attention_fraction'][0]):.0%}; the cluster" in page.text
+
+
 def test_numbers_of_a_cluster_s_file_have_its_comments():
     from planner.page.origins import comments_of, kind_of
     from planner.page.report import file_of
 
     comments = comments_of(file_of(load_cluster("h100"), "h100"))
     assert comments["matmul_fraction"].startswith("github.com/stas00/ml-engineering, measured")
-    assert kind_of(comments["matmul_fraction"]) == "measured"
+    assert kind_of(comments["matmul_fraction"]) == "measured, published"
     assert kind_of(comments["peak_tflops"]) == "data sheet"
     assert kind_of(comments["inside_gb_per_s"]) == "data sheet, assumed"
     assert kind_of(comments["exposed_share"]) == "fitted to published runs"

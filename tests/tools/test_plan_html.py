@@ -144,6 +144,16 @@ def test_if_nothing_fits_the_reason_is_on_the_page(tmp_path, capsys):
     assert not any(plan.startswith("nothing fits") for plan in (plans[0], plans[2]))
 
 
+def test_a_refusal_of_twice_the_gpus_is_not_a_lack_of_memory(tmp_path, capsys):
+    flags = ["--global-batch-size", "2", "--world-size", "4", "--context-parallel-size", "2"]
+    page = page_of(tmp_path / "plan.html", *MODEL, *A100, *flags)
+    capsys.readouterr()
+    now, longer, wider = {row[0]: row[1:] for row in page.tables["doubled"][1:]}["plan"]
+    assert wider.startswith("refused: global_batch_size is 2, ")
+    assert not now.startswith("refused")
+    assert not longer.startswith("refused")
+
+
 @pytest.mark.parametrize(
     "flags",
     [

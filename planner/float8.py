@@ -23,8 +23,15 @@ All published runs of the recipe by row were used for fitting."""
 CONTEXT_PARALLEL_ERRORS = {4: -0.335, 8: -0.379}
 """Relative errors of the predictions for torchtitan's 8-bit runs with context parallelism, keyed by
 its size."""
-OLDER_CARDS = {"A100", "A800"}
-"""Cards of the cluster files whose compute capability is below 8.9."""
+OLDER_CARDS = {
+    *("P100", "V100", "T4", "A2", "A10", "A10G", "A16", "A30", "A40", "A100", "A800"),
+    *("A4000", "A5000", "A6000"),
+}
+"""Cards whose compute capability is below 8.9, as words of a cluster's name.
+
+A cluster file does not state the capability: a card that its name does not tell, or that is missing
+here, counts as one with 8-bit matmuls. A run on it is refused at its start (train/float8.py).
+"""
 
 
 def float8_recipe(float8: Float8Config, cluster: Cluster) -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -215,6 +216,7 @@ def test_the_site_is_built_strictly_and_asks_no_other_host(tmp_path):
     command = [builder(), "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
     done = ended(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"written: {os.path.relpath(tmp_path / 'index.html', ROOT)}\n")
     pages = [*tmp_path.rglob("*.html")]
     assert len(pages) > 100
     for page in pages:

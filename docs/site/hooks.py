@@ -110,6 +110,11 @@ def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Fil
     return mathml(html, convert)
 
 
+def on_post_build(config: "MkDocsConfig") -> None:
+    """Print the start page's file, which --site-dir may have moved."""
+    print(f"written: {os.path.relpath(os.path.join(config.site_dir, 'index.html'))}")
+
+
 def navigation(root: Path = ROOT) -> list[dict[str, list[dict[str, str]]]]:
     """Return the navigation: sections and pages of docs/README.md in their order, the API, more.
 

@@ -135,9 +135,9 @@ def test_only_tracked_files_are_published(checkout):
     assert "files/configs/tiny.toml.md" in files
     assert not any("secret" in address or "draft" in address for address in files)
     assert "secret" not in hooks.file_page(PurePosixPath("configs"), checkout)
-    found = Sources(checkout / "docs" / "draft.md", checkout / "docs" / "other.md", theme)
-    hooks.remove_untracked(found, checkout)
-    assert [file.abs_src_path for file in found] == [str(checkout / "docs/other.md"), str(theme)]
+    sources = Sources(checkout / "docs" / "draft.md", checkout / "docs" / "other.md", theme)
+    hooks.remove_untracked(sources, checkout)
+    assert [file.abs_src_path for file in sources] == [str(checkout / "docs/other.md"), str(theme)]
 
 
 def test_a_link_to_an_untracked_file_is_refused(checkout):

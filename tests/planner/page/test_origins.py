@@ -73,8 +73,8 @@ def test_the_rate_of_attention_is_that_of_the_kernel_that_runs():
 def test_a_share_of_the_file_s_rate_is_a_default(tmp_path):
     file = tmp_path / "own.toml"
     lines = (CLUSTERS / "h100_pod.toml").read_text().splitlines()
-    kept = [line for line in lines if not line.startswith("flash_attn_fraction")]
-    file.write_text("\n".join(kept))
+    others = [line for line in lines if not line.startswith("flash_attn_fraction")]
+    file.write_text("\n".join(others))
     _, kind, source = numbers_of(file, is_packed=True)["attention_fraction"]
     assert kind == "default"
     assert "kernels/backends" in source

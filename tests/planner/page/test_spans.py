@@ -146,9 +146,9 @@ def test_seconds_that_no_part_stands_for_are_refused_instead_of_drawn_as_waits(n
     passes = Step.passes
 
     def without_linear(step, computing):
-        found = passes(step, computing)
-        parts = tuple(part for part in found.forward if part.cause != "linear")
-        return replace(found, forward=parts)
+        complete = passes(step, computing)
+        parts = tuple(part for part in complete.forward if part.cause != "linear")
+        return replace(complete, forward=parts)
 
     monkeypatch.setattr(Step, "passes", without_linear)
     with pytest.raises(ArithmeticError, match=r"leave .* lacks a part"):

@@ -85,7 +85,7 @@ format: $(call extra,dev) ## Rewrite the sources in the format that check wants,
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 docs: $(if $(READY),$(VENV)-docs/.longmesh-docs) ## Build the pages as a site with search, without a network: site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(if $(READY),$(VENV)-docs/bin/python,$(PY)) -m mkdocs build $(ARGS) && echo "written: site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(if $(READY),$(VENV)-docs/bin/python,$(PY)) -m mkdocs build $(ARGS)
 # An environment of 200 MB, since mkdocstrings reads the sources without importing torch.
 $(VENV)-docs/.longmesh-docs: pyproject.toml constraints.txt
 	@$(suitable)

@@ -22,7 +22,7 @@ from planner.rehearsal import Build, fake_process_group, rehearse
 from planner.search import ROOM, predicted
 from planner.workload import known_documents
 from runtime.errors import UserError
-from runtime.files import write_text
+from runtime.files import unwritable, write_text
 from runtime.progress import Progress, amount, counted, duration
 from train.config.derive import rope_flags
 from train.config.finalize import complete
@@ -55,6 +55,12 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
         raise ConfigError(
             "dry_run needs only one process, but RANK is set; start --dry-run without torchrun"
         )
+    page_file = config.dry.dry_run_html
+    if page_file is not None:
+        folder = Path(page_file).parent
+        why = unwritable(folder, "give another --dry-run-html")
+        if why:
+            raise ConfigError(f"dry_run_html is {page_file}, in {folder}, {why}")
     requested = config
     task = task_of(config)
     config, cluster = _on_cluster(config)
@@ -86,10 +92,10 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
         _commands([*arguments, *missing_flags], task.entry, cluster, world_size, requested)
     )
     print("\n".join(commands), flush=True)
-    if config.dry.dry_run_html is not None:
+    if page_file is not None:
         run = DryRun(config, world_size, cluster, requested.context.cluster, tuple(rehearsals))
         page = dry_run_page(run, known_documents(config), sentence, notes, commands)
-        file = Path(config.dry.dry_run_html)
+        file = Path(page_file)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, page)
         print(f"written: {file}", flush=True)

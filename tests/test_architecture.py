@@ -77,14 +77,14 @@ NODES = {
     "parallel": 96847,
     "data": 51920,
     "train": 71990,
-    "planner": 61980,
+    "planner": 62880,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 67695,
-    "papers": 21520,
+    "tools": 67955,
+    "papers": 21660,
     "bench": 30720,
-    "docs": 3440,
-    "tests": 461940,
+    "docs": 3950,
+    "tests": 465070,
 }
 """Maximum syntax nodes per folder.
 
@@ -105,7 +105,7 @@ DENSER = {
 """Folders above these limits, and how far: numbers go down only."""
 MOST_FILES = 14
 LONGEST_FILE = 400
-MOST_LINES_OF_RESULTS = 1823
+MOST_LINES_OF_RESULTS = 1826
 
 
 def row_of(names):

@@ -279,6 +279,7 @@ TOOLS = {
         --world-size 0 | --world-size x | --world-size 1e30 | --top x | --nope
         --profile --world-size 7
         --fits --html x.html | --measured none | --html . | --html x.html --measured none
+        --write x --html x | --write x --html ./x | --html /proc/none/x | --write /proc/none/x
         --config none.toml --world-size 2 | --seq-length 0 --world-size 2
         --config llama3_8b --world-size 8 --cluster a100 --fp8-format hybrid""",
     sample.main: """

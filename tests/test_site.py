@@ -2,9 +2,12 @@
 
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +112,80 @@ def test_a_link_that_leads_nowhere_is_refused(checkout):
         hooks.linked_files(checkout)
 
 
+def git(folder, *words):
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class Sources(list):
+    """The files that MkDocs found: only their paths."""
+
+    def __init__(self, *paths):
+        super().__init__(SimpleNamespace(abs_src_path=str(path)) for path in paths)
+
+
+def test_only_tracked_files_are_published(checkout):
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    (checkout / "configs" / "secret.toml").write_text("token = 1\n")
+    (checkout / "docs" / "draft.md").write_text("[own](../notes.txt)")
+    (checkout / "notes.txt").touch()
+    theme = checkout.parent / "theme.css"
+    files = hooks.linked_files(checkout)
+    assert "files/configs/tiny.toml.md" in files
+    assert not any("secret" in address or "draft" in address for address in files)
+    assert "secret" not in hooks.file_page(PurePosixPath("configs"), checkout)
+    sources = Sources(checkout / "docs" / "draft.md", checkout / "docs" / "other.md", theme)
+    hooks.remove_untracked(sources, checkout)
+    assert [file.abs_src_path for file in sources] == [str(checkout / "docs/other.md"), str(theme)]
+
+
+def test_a_link_to_an_untracked_file_is_refused(checkout):
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    (checkout / "notes.txt").touch()
+    (checkout / "docs" / "other.md").write_text("[x](../notes.txt)")
+    with pytest.raises(FileNotFoundError, match=r"docs/other.md links to ../notes.txt, which git"):
+        hooks.linked_files(checkout)
+
+
+def test_an_export_without_git_says_that_all_files_are_published(checkout, caplog):
+    with caplog.at_level("INFO", logger=hooks.logger.name):
+        assert hooks.linked_files(checkout)
+    assert f"no .git in {checkout}" in caplog.text
+
+
+def test_a_checkout_that_git_cannot_list_is_refused(checkout):
+    (checkout / ".git").write_text("gitdir: nowhere\n")
+    with pytest.raises(RuntimeError, match="only tracked files are published: fatal"):
+        hooks.linked_files(checkout)
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_paths_out_of_the_checkout_are_refused(checkout, is_tracked):
+    outside = checkout.parent / f"{checkout.name} secret.md"
+    outside.write_text("password")
+    (checkout / "configs" / "tiny.toml").unlink()
+    (checkout / "configs" / "tiny.toml").symlink_to(outside)
+    (checkout / "docs" / "linked.png").symlink_to(outside)
+    if is_tracked:
+        git(checkout, "init", "-q")
+        git(checkout, "add", ".")
+    with pytest.raises(ValueError, match=r"configs/tiny.toml leads out of the checkout"):
+        hooks.linked_files(checkout)
+    with pytest.raises(ValueError, match=r"docs/linked.png leads out of the checkout"):
+        hooks.remove_untracked(Sources(checkout / "docs" / "linked.png"), checkout)
+    (checkout / "docs" / "tasks" / "plan.md").write_text("[x](../../..)")
+    with pytest.raises(ValueError, match=r"\.\. leads out of the checkout"):
+        hooks.linked_files.__wrapped__(checkout)
+
+
+def test_a_file_that_is_not_utf_8_is_named(checkout):
+    (checkout / "tools" / "plan.py").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"tools/plan.py is not UTF-8 text"):
+        hooks.file_page(PurePosixPath("tools/plan.py"), checkout)
+
+
 def test_files_and_folders_that_pages_link_to_have_pages(checkout):
     assert hooks.file_page(PurePosixPath("tools/plan.py"), checkout) == (
         "# plan.py\n\n`tools/plan.py`\n\n~~~~~~python\nprint('~~~')\n\n~~~~~~\n"
@@ -139,6 +216,7 @@ def test_the_site_is_built_strictly_and_asks_no_other_host(tmp_path):
     command = [builder(), "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
     done = ended(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"written: {os.path.relpath(tmp_path / 'index.html', ROOT)}\n")
     pages = [*tmp_path.rglob("*.html")]
     assert len(pages) > 100
     for page in pages:

@@ -40,13 +40,13 @@ from planner.cluster import Cluster, default_cluster, load_cluster
 from planner.extremes import fewest, limit_of_longest, longest, of_length
 from planner.levers import settings
 from planner.limits import nothing_left
-from planner.page.measured import ProfiledRun, read_profile
+from planner.page.measured import read_profiled_run
 from planner.search import Ranking, arrangements, rank
 from runtime.errors import at_least
 from runtime.files import write_text
 from runtime.processes import launched_world_size
 from runtime.progress import counted
-from tools.common.arguments import parser_for, refuse_folder, run_command
+from tools.common.arguments import parser_for, refuse_folder, refuse_unwritable, run_command
 from tools.common.plan_memory import print_memory
 from tools.common.plan_text import PlanRow
 from tools.common.plans.page import plan_page
@@ -162,8 +162,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
 
     args, run_flags = build_parser().parse_known_args(argv)
     args.model = model
-    refuse_folder("--write", args.write)
-    refuse_folder("--html", args.html)
+    _check_files(args)
     if model:
         config: Any = parsed(["--config", model, *run_flags])
     else:
@@ -192,7 +191,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     args.run = None
     if args.measured:
         run = parsed(["--config", str(args.measured / "config.toml")])
-        args.run = ProfiledRun(args.measured, run, read_profile(args.measured))
+        args.run = read_profiled_run(args.measured, run)
     if args.profile:
         _check_profile(config, world_size)
     if config.reads_text and config.model.vocab_size is None:
@@ -205,6 +204,19 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
 
     return args, config, world_size, cluster
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise UserError for files that the plan could not be written to after the search."""
+    for flag, file in (("--write", args.write), ("--html", args.html)):
+        refuse_folder(flag, file)
+        if file is not None:
+            refuse_unwritable(flag, file)
+    if args.write and args.html and os.path.realpath(args.write) == os.path.realpath(args.html):
+        raise ConfigError(
+            f"--write is {args.write} and --html {args.html}, which are one file, and the page "
+            "would overwrite the plan; give two files"
+        )
 
 
 def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bool) -> None:
@@ -353,13 +365,12 @@ def plan(argv: list[str]) -> None:
         limit=limit,
         rank_plans=_ranked,
     )
-    page = plan_page(plans) if args.html else ""
     print_plans(plans)
-
     if args.write:
         _write(args, args.write, write_toml(rows[0].candidate.config))
     if args.html:
-        _write(args, args.html, page)
+        sys.stdout.flush()  # the page's searches take as long as the plans' own
+        _write(args, args.html, plan_page(plans))
 
 
 def _write(args: argparse.Namespace, file: Path, text: str) -> None:

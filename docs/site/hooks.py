@@ -9,11 +9,15 @@ editor: their links are paths in the checkout. ``relink`` turns these into paths
     CONTRIBUTING.md           CONTRIBUTING.md
     other pages and pictures  files/PATH
     other files, folders      files/PATH.md, a page that shows the file or lists the folder
+
+Only files that git tracks are published, and none outside the checkout. Without .git, as in an
+exported archive, all files are, and a line says so.
 """
 
 import logging
 import os.path
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -62,6 +66,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> None:
     index = files.get_file_from_path("README.md")
     assert index is not None
     files.remove(index)
+    remove_untracked(files)
 
     for objects in API.values():
         files.append(File.generated(config, api_address(objects), content=api_page(objects)))
@@ -98,11 +103,16 @@ def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Fil
 
     path = linked_files().get(page.file.src_uri)
     if path is not None and path.suffix == ".md":
-        text = (ROOT / path).read_text(encoding="utf-8")
+        text = text_of(path, ROOT)
         difference = other_tags(html, MarkdownIt("commonmark").enable("table").render(text))
         if difference:
             logger.warning("%s: here and by CommonMark it has other elements: %s", path, difference)
     return mathml(html, convert)
+
+
+def on_post_build(config: "MkDocsConfig") -> None:
+    """Print the start page's file, which --site-dir may have moved."""
+    print(f"written: {os.path.relpath(os.path.join(config.site_dir, 'index.html'))}")
 
 
 def navigation(root: Path = ROOT) -> list[dict[str, list[dict[str, str]]]]:
@@ -137,12 +147,16 @@ def linked_files(root: Path = ROOT) -> dict[str, PurePosixPath]:
     """Return all pages and what their links lead to: paths in the checkout, keyed by addresses.
 
     Raises:
-        FileNotFoundError: a link leads nowhere; the message names the page and the link.
+        FileNotFoundError: a link leads nowhere, or to a file that git does not track; the message
+            names the page and the link.
+        ValueError: a path leads out of the checkout, or a page is not UTF-8.
     """
     waiting = [PurePosixPath("README.md")]
     waiting += map(PurePosixPath, PROJECT.values())
     for page in sorted(root.glob("docs/**/*.md")):
-        waiting.append(PurePosixPath(page.relative_to(root)))
+        path = PurePosixPath(page.relative_to(root))
+        if is_tracked(path, root):
+            waiting.append(path)
 
     files: dict[str, PurePosixPath] = {}
     while waiting:
@@ -151,6 +165,7 @@ def linked_files(root: Path = ROOT) -> dict[str, PurePosixPath]:
         if address in files:
             continue
         files[address] = path
+        check_inside(path, root)
         if (root / path).is_dir():
             waiting += files_of(path, root)
         elif path.suffix == ".md":
@@ -158,14 +173,90 @@ def linked_files(root: Path = ROOT) -> dict[str, PurePosixPath]:
     return files
 
 
+@cache
+def tracked_paths(root: Path) -> frozenset[PurePosixPath] | None:
+    """Return the files that git tracks and their folders; None if the checkout has no .git.
+
+    Raises:
+        RuntimeError: git cannot list the files.
+    """
+    if not (root / ".git").exists():
+        logger.info("no .git in %s: all of its files that pages link to are published", root)
+        return None
+    try:
+        command = ["git", "-C", str(root), "ls-files", "-z"]
+        listed = subprocess.run(command, check=True, capture_output=True).stdout.decode("utf-8")
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", b"") or str(error).encode()
+        raise RuntimeError(
+            f"git cannot list the files of {root}, and only tracked files are published: "
+            f"{why.decode(errors='replace').strip()}"
+        ) from error
+    paths: set[PurePosixPath] = set()
+    for name in filter(None, listed.split("\0")):
+        path = PurePosixPath(name)
+        paths |= {path, *path.parents}
+    return frozenset(paths)
+
+
+def is_tracked(path: PurePosixPath, root: Path) -> bool:
+    """Return whether git tracks a file, or a file in a folder; True for all without .git."""
+    paths = tracked_paths(root)
+    return paths is None or path in paths
+
+
+def check_inside(path: PurePosixPath, root: Path) -> None:
+    """Raise ValueError if a path leads out of the checkout, by a link of the file system or ``..``.
+
+    Args:
+        path: path in the checkout.
+        root: folder of the checkout.
+    """
+    place = (root / path).resolve()
+    if not place.is_relative_to(root.resolve()):
+        raise ValueError(f"{path} leads out of the checkout, to {place}; it is not published")
+
+
+def text_of(path: PurePosixPath, root: Path) -> str:
+    """Return a file's text; raise ValueError, which names the file, if it is not UTF-8."""
+    try:
+        return (root / path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); no page can show it") from error
+
+
+def remove_untracked(files: "Files", root: Path = ROOT) -> None:
+    """Remove what MkDocs found in docs/ but git does not track.
+
+    Raises:
+        ValueError: a file leads out of the checkout.
+    """
+    for file in list(files):
+        source = file.abs_src_path
+        if source is None or not Path(source).is_relative_to(root / "docs"):
+            continue  # a file of the theme
+        path = PurePosixPath(Path(source).relative_to(root))
+        if is_tracked(path, root):
+            check_inside(path, root)
+        else:
+            files.remove(file)
+            logger.info("%s is left out: git does not track it", path)
+
+
 def links(page: PurePosixPath, root: Path) -> list[PurePosixPath]:
     """Return the paths in the checkout that a page links to; web addresses are left out."""
     paths = []
-    for match in CODE_OR_LINK.finditer((root / page).read_text(encoding="utf-8")):
+    for match in CODE_OR_LINK.finditer(text_of(page, root)):
         if match[1]:
             path = linked_path(match[1], page)
             if not (root / path).exists():
                 raise FileNotFoundError(f"{page} links to {match[1]}, which does not exist")
+            check_inside(path, root)
+            if not is_tracked(path, root):
+                raise FileNotFoundError(
+                    f"{page} links to {match[1]}, which git does not track; git add it, or leave "
+                    "out the link"
+                )
             paths.append(path)
     return paths
 
@@ -228,8 +319,9 @@ def files_of(folder: PurePosixPath, root: Path) -> list[PurePosixPath]:
     """Return the files of a folder that its page lists."""
     paths = []
     for path in sorted((root / folder).iterdir()):
-        if path.is_file() and not path.name.startswith("."):
-            paths.append(folder / path.name)
+        file = folder / path.name
+        if path.is_file() and not path.name.startswith(".") and is_tracked(file, root):
+            paths.append(file)
     return paths
 
 
@@ -237,7 +329,7 @@ def file_page(path: PurePosixPath, root: Path = ROOT) -> str:
     """Return a page that lists a folder's files, or shows a file that is no Markdown."""
     page = f"# {path.name}\n\n`{path}`\n\n"
     if not (root / path).is_dir():
-        text = (root / path).read_text(encoding="utf-8")
+        text = text_of(path, root)
         return page + f"{FENCE}{LANGUAGES.get(path.suffix, 'text')}\n{text}\n{FENCE}\n"
     folder = PurePosixPath(site_address(path, root)).parent
     for file in files_of(path, root):

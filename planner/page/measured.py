@@ -1,6 +1,7 @@
 """Draw a run's profile beside the prediction of its configuration."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,8 +11,10 @@ from xml.etree.ElementTree import Element
 from planner.page.elements import Child, bar, element, heading, label, legend, picture, table
 from planner.page.spans import RankSpans, StepTimeline
 from runtime.errors import UserError
-from runtime.progress import duration
+from runtime.progress import counted, duration
 from train.callbacks.profile import FOLDER, RankTimes
+from train.config.derive import with_joined_ranks
+from train.config.sizes import validate_sizes
 
 CAUSES = ("compute", "exposed sends and waits", "copies", "data", "saving", "other")
 KINDS = {
@@ -53,7 +56,8 @@ class Comparison:
 def read_profile(run: Path) -> list[RankTimes]:
     """Return the times of a run's ranks, as ``--profile`` wrote them.
 
-    Raises ProfileError if the run has no profile, or if it cannot be read.
+    Raises ProfileError if the run has no profile, if it cannot be read, or if a number in it is
+    impossible.
     """
     file = run / FOLDER / "ranks.json"
     remedy = "give a run that was started with --profile --save FOLDER"
@@ -70,14 +74,39 @@ def read_profile(run: Path) -> list[RankTimes]:
         values: dict[str, Any] = {}
         for entry in fields(RankTimes):
             value = row.get(entry.name) if isinstance(row, dict) else None
-            if not isinstance(value, types.get(entry.name, int | float)):
+            kind: Any = types.get(entry.name, int | float)
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise ProfileError(f"{file}: {entry.name} of a rank is missing or wrong; {remedy}")
+            if kind is not str and not 0 <= value <= sys.float_info.max:  # NaN neither
+                raise ProfileError(
+                    f"{file}: {entry.name} of a rank is {value}; it must be finite, and 0 or more; "
+                    f"{remedy}"
+                )
             values[entry.name] = value
+        if not values["iteration"]:
+            raise ProfileError(f"{file}: iteration of a rank is 0, and must take time; {remedy}")
         times.append(RankTimes(**values))
     ranks = [rank_times.rank for rank_times in times]
     if not times or ranks != list(range(len(times))):
         raise ProfileError(f"{file}: has ranks {ranks}, not 0, 1, 2, ...; {remedy}")
     return times
+
+
+def read_profiled_run(run: Path, config: Any) -> ProfiledRun:
+    """Return a run with its profile and its configuration, which must suit each other.
+
+    Raises UserError if the profile cannot be read, or if the configuration has no mesh of as many
+    ranks.
+    """
+    times = read_profile(run)
+    try:
+        validate_sizes(with_joined_ranks(config, len(times)), len(times))
+    except UserError as error:
+        ranks = counted(len(times), "rank")
+        raise ProfileError(
+            f"{run}: the profile has {ranks}, which does not suit the run's config.toml: {error}"
+        ) from error
+    return ProfiledRun(run, config, times)
 
 
 def comparisons(times: Sequence[RankTimes], timeline: StepTimeline) -> list[Comparison]:

@@ -73,15 +73,15 @@ def _bars(
     rows: Sequence[tuple[str, Mapping[str, float]]], limit_bytes: float, limit: str, title: str
 ) -> Element:
     """Draw a bar for each row, and a dashed line at the limit if it is known."""
-    full = max([limit_bytes, *(sum(parts.values()) for _, parts in rows)])
+    axis_bytes = max([limit_bytes, *(sum(parts.values()) for _, parts in rows)])
     drawn = []
     top = 0.0
     for name, parts in rows:
         drawn += heading(name, name.partition(":")[0], top + TEXT - 4)
-        drawn += _bar(parts, full, top + TEXT, limit_bytes)
+        drawn += _bar(parts, axis_bytes, top + TEXT, limit_bytes)
         top += ROW
     if limit:
-        x = f"{99.9 * limit_bytes / full:.4f}%"
+        x = f"{99.9 * limit_bytes / axis_bytes:.4f}%"
         drawn.append(element("line", x1=x, x2=x, y1="0", y2=f"{top:g}", class_="limit"))
         text = element("text", limit, x=x, dx="-4", y=f"{top + 12:g}", class_="row end")
         drawn.append(text)
@@ -89,7 +89,9 @@ def _bars(
     return picture(drawn, top, title)
 
 
-def _bar(parts: Mapping[str, float], full: float, top: float, limit_bytes: float) -> list[Element]:
+def _bar(
+    parts: Mapping[str, float], axis_bytes: float, top: float, limit_bytes: float
+) -> list[Element]:
     drawn: list[Element] = []
     start = 0.0
     total = sum(parts.values())
@@ -99,7 +101,7 @@ def _bar(parts: Mapping[str, float], full: float, top: float, limit_bytes: float
     for cause, count in pieces.items():
         if not count:
             continue
-        share = count / full
+        share = count / axis_bytes
         drawn.append(bar(start, share, cause, f"{cause}: {amount(count)}", top, BAR))
         drawn += label(start, share, [f"{cause} {amount(count)}", amount(count)], top + 15)
         start += share

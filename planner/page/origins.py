@@ -1,8 +1,10 @@
 """Say where the numbers of a plan come from: a cluster's file, constants, formulas."""
 
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from planner.cluster import Cluster
@@ -10,16 +12,22 @@ from planner.page.elements import Child, element, table
 from planner.step_cost import COMPILED, POINTWISE
 
 COMMENT = re.compile(r"^(\w+)\s*=\s*(?:\"[^\"]*\"|[^#\"]*?)\s*#\s*(.*)$")
+HELD_OUT = "nothing was fitted to"
+"""Words of a comment on a figure of published runs that tested the planner."""
+MISSING = "not measured"
 KINDS = {
-    "measured": "measured",
-    "calibrate": "measured",
-    "torch reports": "measured",
-    "data sheet": "data sheet",
-    "fitted": "fitted to published runs",
-    "published": "published",
-    "assumed": "assumed",
+    rf"{HELD_OUT}": "published runs that nothing was fitted to",
+    r"\bfitted to public_runs\.csv": "fitted to published runs",
+    r"\bmeasured\b|\btorch reports\b|\bnvidia-smi\b|\d TFLOP/s on |\d ms\b": "measured",
+    r"\bpublished\b|github\.com/|\b[\w-]+/[\w-]+(/pull/| issue | pull request )\d|"
+    r"\btable \d|\bsection \d|'s page\b": "published",
+    r"\bdata sheet\b": "data sheet",
+    r"\bassumed\b": "assumed",
+    r"^(as )?of (the |an |a )?[A-Z]+\d+": "of another GPU",
 }
-"""Words of a comment, and the kind of source that they name."""
+"""Patterns of a comment, and the kind of source that they name."""
+CALIBRATED = "Measured by python -m tools.calibrate"
+"""Words at the top of a file that tools.calibrate wrote."""
 FORMULAS = {
     "attention": (
         "FLOPs of the visible pairs (4 forward and 10 backward for each pair and channel) at "
@@ -78,18 +86,32 @@ def comments_of(file: Path) -> dict[str, str]:
 
 def kind_of(comment: str) -> str:
     """Return the kinds of sources that a comment names, or "stated" if it names none."""
-    kinds = [kind for word, kind in KINDS.items() if word in comment]
-    return ", ".join(dict.fromkeys(kinds)) or "stated"
+    text = comment.replace(MISSING, "")
+    kinds = [kind for pattern, kind in KINDS.items() if re.search(pattern, text)]
+    if kinds and HELD_OUT in text:
+        return kinds[0]  # the rest of the comment says which runs
+    return ", ".join(kinds) or "stated"
+
+
+def stated_keys(file: Path) -> set[str]:
+    """Return the keys of a cluster's file; all other fields have their defaults."""
+    return set(tomllib.loads(file.read_text(encoding="utf-8")))
 
 
 def origins(
-    causes: Mapping[str, float], cluster: Cluster, file: Path | None, memory: str, name: str
+    causes: Mapping[str, float],
+    cluster: Cluster,
+    running: Cluster,
+    file: Path | None,
+    memory: str,
+    name: str,
 ) -> list[Element]:
     """Return the tables of formulas and of the cluster's numbers.
 
     Args:
         causes: seconds keyed by cause; those of 0 seconds are left out.
-        cluster: the cluster of the plan.
+        cluster: the cluster of the plan, as loaded.
+        running: the same with the attention kernel that the plan runs (``Cluster.running``).
         file: the file that the cluster was loaded from, if any.
         memory: a sentence on the source of the memory.
         name: the file's name on the page.
@@ -100,14 +122,10 @@ def origins(
             text, source = FORMULAS.get(cause, ("the cost model", "planner/step_cost.py"))
             formulas.append([cause, text, source])
 
-    comments = comments_of(file) if file else {}
     numbers: list[list[Child]] = [["number of the cluster", "value", "kind", "source"]]
-    for key, value in cluster.entries().items():
-        if key == "name" or value in ("", 0):
-            continue
-        comment = comments.get(key, "")
+    for key, value, kind, comment in _numbers(cluster, running, file):
         written = value if isinstance(value, str) else f"{value:g}"
-        numbers.append([key, written, kind_of(comment), comment])
+        numbers.append([key, written, kind, comment])
 
     sections = [
         table(formulas, "formulas", words=(0, 1, 2)),
@@ -117,3 +135,37 @@ def origins(
         sections.append(element("p", f"The numbers of {cluster.name} are those of {name}:"))
     sections.append(table(numbers, "constants", words=(0, 2, 3)))
     return sections
+
+
+def _numbers(
+    cluster: Cluster, running: Cluster, file: Path | None
+) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield the name, the value, the kind and the source of each number of a plan's cluster."""
+    comments = comments_of(file) if file else {}
+    stated = stated_keys(file) if file else set(cluster.entries())
+    is_calibrated = file is not None and CALIBRATED in file.read_text(encoding="utf-8")
+    loaded = cluster.entries()
+    for key, value in running.entries().items():
+        if key == "name" or value in ("", 0):
+            continue
+        comment = comments.get(key, "")
+        kind = kind_of(comment) if key in stated else "default"
+        if is_calibrated and kind == "stated" and comment and MISSING not in comment:
+            kind = "measured"
+        if value != loaded[key]:
+            kind, comment = _of_kernel(running.attention_kernel, key, loaded[key], comments, stated)
+        yield key, value, kind, comment
+
+
+def _of_kernel(
+    kernel: str, key: str, replaced: Any, comments: Mapping[str, str], stated: Collection[str]
+) -> tuple[str, str]:
+    """Return kind and source of a number that another attention kernel than the file's brings."""
+    note = f"the plan runs {kernel}; the file has {replaced} for its own kernel"
+    rate = f"{kernel}_fraction"
+    if key != "attention_fraction":
+        return "chosen for the plan", note
+    if rate not in stated:
+        return "default", f"{note}; a share of that (kernels/backends)"
+    comment = comments.get(rate, "")
+    return kind_of(comment), f"{note}; {rate}: {comment}".removesuffix(": ")

@@ -154,7 +154,7 @@ class Step:
         total, lockstep, _ = self._attention_seconds(direction)
         if total - lockstep < ROUNDING * total:
             lockstep = total
-        if lockstep - computing < ROUNDING * total:
+        if abs(lockstep - computing) < ROUNDING * total:
             computing = lockstep
         return [
             Part("compute", "attention", self.layers * computing),

@@ -122,7 +122,8 @@ def dry_run_page(
         f"Dry run: {counted(world_size, 'process')} on {cluster.name}, "
         f"sequences of {config.sequence_length} tokens"
     )
-    sources = origins(prediction.seconds, cluster, file, REHEARSED, shown_path(file))
+    running = cluster.running(config.context.attention_backend, config.packed)
+    sources = origins(prediction.seconds, cluster, running, file, REHEARSED, shown_path(file))
     sections = [
         element("p", verdict[:1].upper() + verdict[1:]),
         figures(main_figures),

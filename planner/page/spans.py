@@ -32,6 +32,8 @@ TOLERANCES = (1e-3, 1e-2, 1e-1, 1.0)
 """Tolerances to try for a picture, until it has few rows."""
 MAX_ROWS = 32
 """Number of rows that is few for a picture."""
+MAX_REST = 1e-7
+"""Largest difference of the parts' sum from the prediction, as a share of it: rounding errors."""
 BUBBLE = "wait for other stages"
 
 
@@ -109,6 +111,10 @@ def step_timeline(
         cluster: the machines.
         tolerance: ranks of a stage are one row if they compute attention for times that differ by
             at most this share; the row has the spans of the busiest.
+
+    Raises:
+        ArithmeticError: the parts do not add up to the prediction, so that the cost model has time
+            that no part stands for.
     """
     step = Step(estimate, cluster)
     arrangement = step.arrangement
@@ -119,6 +125,7 @@ def step_timeline(
     for computing, group in _alike(step.computing_of_places(), step, tolerance):
         passes = step.passes(computing)
         turn = passes.seconds("forward") + passes.seconds("backward")
+        _check_sum(step, turn)
         starts = pass_starts(
             stages,
             micro_batches,
@@ -141,6 +148,22 @@ def step_timeline(
         tolerance,
         _hidden_seconds(step, rows[0]),
     )
+
+
+def _check_sum(step: Step, turn: float) -> None:
+    """Raise ArithmeticError unless a step's turns and its last parts add up to the prediction.
+
+    Otherwise the rest would look like a wait for other stages.
+    """
+    last = sum(part.seconds for part in step.last_parts())
+    total = step.prediction.time
+    rest = total - step.turns * turn - last
+    if abs(rest) > MAX_REST * total:
+        raise ArithmeticError(
+            f"the step is predicted to take {total:g} s, but {step.turns} turns of {turn:g} s and "
+            f"{last:g} s at its end leave {rest:g} s: planner/page/passes.py lacks a part of "
+            "planner/step_cost.py"
+        )
 
 
 def _hidden_seconds(step: Step, row: RankSpans) -> dict[str, float]:

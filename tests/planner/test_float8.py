@@ -1,5 +1,7 @@
 """The gain of 8-bit matmuls: which part of a step it shortens, and who has none."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
@@ -58,5 +60,8 @@ def test_cards_without_8_bit_matmuls_are_refused():
             assert float8_recipe(Float8Config(), cluster) == ""
         else:
             assert float8_recipe(Float8Config(fp8_format="hybrid"), cluster) == "tensorwise"
+    workstation = replace(load_cluster("l40s"), name="8 RTX A6000")
+    with pytest.raises(ClusterError, match="cards have no 8-bit"):
+        float8_recipe(Float8Config(fp8_format="hybrid"), workstation)
     with pytest.raises(ClusterError, match="leave out --fp8-format"):
         step("--compile", HYBRID, cluster="a100_pod")

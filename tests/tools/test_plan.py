@@ -144,8 +144,28 @@ def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kerne
 @pytest.mark.parametrize(
     ("flags", "rate", "error"),
     [
-        (["--compile"], "(1.59 times that for the layers in float8)", "at most 8% on published"),
+        (
+            ["--compile", "--context-parallel-size", "1"],
+            "(1.59 times that for the layers in float8)",
+            "at most 8% on published",
+        ),
         ([], "(no more in float8 without --compile)", "unknown: no published run in float8"),
+        (
+            "--compile --context-parallel-size 1 --fp8-format e4m3 --fp8-recipe rowwise".split(),
+            "(1.19 times that for the layers in float8)",
+            "unknown: all published runs in float8 with recipe rowwise were used for fitting",
+        ),
+        (
+            ["--compile", "--context-parallel-size", "2"],
+            "(1.59 times that for the layers in float8)",
+            "unknown: of torchtitan's runs in float8 with a context parallel size of 4 and 8, "
+            "predictions are 34% and 38% too low",
+        ),
+        (
+            ["--compile", "--config", "qwen3_5_0.8b"],
+            "(1.59 times that for the layers in float8)",
+            "unknown: there is no published run of such a model",
+        ),
     ],
 )
 def test_a_plan_in_float8_has_the_error_of_runs_in_float8(flags, rate, error):

@@ -13,7 +13,7 @@ from tests.planner.page.test_measured import TIMES, write_profile
 from tests.tools.plans import A100, MODEL, rows_of, without_launcher  # noqa: F401
 from tools.fit import parsed
 from tools.plan import main
-from train.config.flags import write_toml
+from train.config.flags import ConfigError, write_toml
 
 FEW = (*MODEL, *A100, "--context-parallel-size", "4", "--top", "3")
 
@@ -144,6 +144,16 @@ def test_if_nothing_fits_the_reason_is_on_the_page(tmp_path, capsys):
     assert not any(plan.startswith("nothing fits") for plan in (plans[0], plans[2]))
 
 
+def test_a_refusal_of_twice_the_gpus_is_not_a_lack_of_memory(tmp_path, capsys):
+    flags = ["--global-batch-size", "2", "--world-size", "4", "--context-parallel-size", "2"]
+    page = page_of(tmp_path / "plan.html", *MODEL, *A100, *flags)
+    capsys.readouterr()
+    now, longer, wider = {row[0]: row[1:] for row in page.tables["doubled"][1:]}["plan"]
+    assert wider.startswith("refused: global_batch_size is 2, ")
+    assert not now.startswith("refused")
+    assert not longer.startswith("refused")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -185,12 +195,58 @@ def test_a_run_s_profile_is_shown_beside_its_prediction(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "context", "message"),
+    [
+        (2, 4, "context_parallel_size is 4, which"),
+        (3, 2, "context_parallel_size is 2, which"),
+        (2, 1, None),
+    ],
+)
+def test_a_profile_of_other_ranks_than_the_run_s_mesh_is_refused_before_the_search(
+    tmp_path, capsys, ranks, context, message
+):
+    rows = [asdict(TIMES[0]) | {"rank": rank} for rank in range(ranks)]
+    run = write_profile(tmp_path / "run", rows)
+    flags = [*MODEL, "--context-parallel-size", str(context), "--mock-data"]
+    if context > 1:
+        flags += ["--context-parallel-method", "ring"]
+    (run / "config.toml").write_text(write_toml(parsed(flags)))
+    file = tmp_path / "plan.html"
+    status = main([*FEW, "--html", str(file), "--measured", str(run)])
+    out, error = capsys.readouterr()
+    assert file.exists() == (message is None) == (status == 0)
+    if message:
+        assert out == ""
+        assert f"{run}: the profile has {ranks} ranks, which does not suit" in error
+        assert message in error
+
+
+def test_an_error_in_the_page_leaves_the_output_and_the_written_plan(tmp_path, capsys, monkeypatch):
+    def fail(plans):
+        raise ConfigError("no page")
+
+    monkeypatch.setattr("tools.plan.plan_page", fail)
+    written = tmp_path / "plan.toml"
+    flags = ["--write", str(written), "--html", str(tmp_path / "plan.html")]
+    assert main([*FEW, *flags]) != 0
+    assert len(rows_of(capsys.readouterr().out)) == 3
+    assert written.exists()
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         ((*FEW[:-2], "--fits", "--html", "x.html"), "--html is for ranked plans, but --fits"),
         ((*FEW, "--html", "."), "--html is ., but that is a folder; give a file"),
         ((*FEW, "--measured", "x"), "give --html FILE, or leave out --measured"),
         ((*FEW, "--html", "x.html", "--measured", "x"), "x/config.toml"),
+        ((*FEW, "--html", "x", "--write", "new/../x"), "--write is new/../x and --html x, which"),
+        ((*FEW, "--html", "/dev/null/x"), "--html is /dev/null/x, in /dev/null, and /dev/null is"),
+        ((*FEW, "--html", "/proc/none/x"), "/proc/none, which cannot be written to"),
+        (
+            (*FEW, "--write", "/dev/null/x"),
+            "--write is /dev/null/x, in /dev/null, and /dev/null is",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_the_search(
@@ -204,13 +260,23 @@ def test_what_cannot_be_drawn_is_refused_before_the_search(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_of_packed_documents_has_the_rate_of_its_kernel(tmp_path, capsys):
+    flags = ["--cluster", "h100", "--context-parallel-size", "2", "--top", "1"]
+    packed = ["--reset-attention-mask", "--document-lengths", "300", "2000"]
+    page = page_of(tmp_path / "plan.html", *MODEL, *flags, *packed)
+    capsys.readouterr()
+    rows = {row[0]: row[1:] for row in page.tables["constants"][1:]}
+    assert rows["attention_kernel"][0] == "flash_attn"
+    assert f"at {float(rows['attention_fraction'][0]):.0%}; the cluster" in page.text
+
+
 def test_numbers_of_a_cluster_s_file_have_its_comments():
     from planner.page.origins import comments_of, kind_of
     from planner.page.report import file_of
 
     comments = comments_of(file_of(load_cluster("h100"), "h100"))
     assert comments["matmul_fraction"].startswith("github.com/stas00/ml-engineering, measured")
-    assert kind_of(comments["matmul_fraction"]) == "measured"
+    assert kind_of(comments["matmul_fraction"]) == "measured, published"
     assert kind_of(comments["peak_tflops"]) == "data sheet"
     assert kind_of(comments["inside_gb_per_s"]) == "data sheet, assumed"
     assert kind_of(comments["exposed_share"]) == "fitted to published runs"

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, ParamSpec
 
 from runtime import __version__
 from runtime.errors import UserError, did_you_mean, printable, unknown_argument
+from runtime.files import unwritable
 
 P = ParamSpec("P")
 
@@ -127,6 +128,13 @@ def refuse_folder(flag: str, path: Path | None, fix: str = "give a file") -> Non
     """Raise UserError if ``path``, the value of a flag that expects a file, is a folder."""
     if path is not None and path.is_dir():
         raise UserError(f"{flag} is {path}, but that is a folder; {fix}")
+
+
+def refuse_unwritable(flag: str, path: Path) -> None:
+    """Raise UserError if no file can be written in the folder of ``path``, the value of a flag."""
+    why = unwritable(path.parent, f"give another {flag}")
+    if why:
+        raise UserError(f"{flag} is {path}, in {path.parent}, {why}")
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:

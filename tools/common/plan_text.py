@@ -12,7 +12,7 @@ from kernels.backends import RATED
 from parallel.mesh import SIZES
 from planner.cluster import Cluster, largest_public_error
 from planner.dry_run import tightly
-from planner.layers.float8 import PUBLISHED_ERROR, SPEEDUP
+from planner.layers.float8 import SPEEDUP, published_error
 from planner.levers import described, memory_of, mesh_of, method_of
 from planner.search import Candidate, Ranking
 from runtime.progress import amount, counted, duration
@@ -357,7 +357,13 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
         kernel = RATED[cluster.attention_kernel].title or cluster.attention_kernel
 
     recurrent = best.model.recurrent
-    if cluster.public_error and best.causal and not recurrent:
+    is_published = best.causal and not recurrent
+    float8 = best.float8
+    table = "float8" if float8.fp8_format else "public"
+    if is_published and float8.fp8_format:
+        cp = best.mesh.context_parallel_size
+        error = published_error(float8.fp8_recipe, cp, best.train.compile)
+    elif is_published and cluster.public_error:
         error = (
             f"at most {cluster.public_error:.0%} on published runs on this GPU that were not used "
             f"for fitting; on all GPUs at most {largest_public_error():.0%}"
@@ -368,18 +374,11 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
             "compare with"
         )
 
-    table = "public"
     speedup = ""
-    if best.float8.fp8_format:
-        table = "float8"
-        error = (
-            f"at most {PUBLISHED_ERROR:.0%} on published runs in float8, without context "
-            "parallelism, that were not used for fitting"
-        )
-        speedup = f" ({SPEEDUP[best.float8.fp8_recipe]} times that for the layers in float8)"
-        if not best.train.compile:
-            error = "unknown: no published run in float8 is uncompiled"
-            speedup = " (no more in float8 without --compile)"
+    if float8.fp8_format and best.train.compile:
+        speedup = f" ({SPEEDUP[float8.fp8_recipe]} times that for the layers in float8)"
+    elif float8.fp8_format:
+        speedup = " (no more in float8 without --compile)"
 
     rule = ""
     if recurrent and best.model.delta_rule:

@@ -1,6 +1,7 @@
 """A run's profile beside its prediction, and pages of dry runs."""
 
 import json
+import math
 from dataclasses import asdict
 
 import pytest
@@ -62,6 +63,13 @@ def test_predicted_and_measured_seconds_of_a_rank_each_add_up_to_its_step(tmp_pa
         ('[{"rank": 0}]', "host of a rank is missing or wrong"),
         (json.dumps([asdict(TIMES[1])]), r"has ranks \[1\]"),
         (json.dumps([asdict(TIMES[0]) | {"compute": "1"}]), "compute of a rank is missing"),
+        (json.dumps([asdict(TIMES[0]) | {"rank": False}]), "rank of a rank is missing or wrong"),
+        (json.dumps([asdict(TIMES[0]) | {"compute": True}]), "compute of a rank is missing"),
+        (json.dumps([asdict(TIMES[0]) | {"iteration": 0}]), "iteration of a rank is 0"),
+        (json.dumps([asdict(TIMES[0]) | {"data": math.nan}]), "data of a rank is nan"),
+        (json.dumps([asdict(TIMES[0]) | {"iteration": math.inf}]), "iteration of a rank is inf"),
+        (json.dumps([asdict(TIMES[0]) | {"iteration": 10**400}]), "iteration of a rank is 1000"),
+        (json.dumps([asdict(TIMES[0]) | {"exposed": -1}]), "exposed of a rank is -1"),
     ],
 )
 def test_a_broken_profile_is_refused_with_the_flag_that_writes_one(tmp_path, text, message):
@@ -130,6 +138,16 @@ def test_a_dry_run_that_does_not_fit_still_writes_its_page(tmp_path):
     assert "Does not fit in 0.01 GB" in page.text
     assert amount(1e7) not in page.tables["memory"][1]
     assert str(small) in page.text
+
+
+def test_a_page_of_a_dry_run_in_a_folder_that_cannot_be_is_refused_at_first(capsys):
+    for file, message in {
+        "/dev/null/x.html": "/dev/null, and /dev/null is a file",
+        "/proc/none/x.html": "/proc/none, which cannot be written to",
+    }.items():
+        with pytest.raises(ConfigError, match=f"dry_run_html is {file}, in {message}"):
+            pretrain_gpt.main([*TINY, "--dry-run", "--dry-run-html", file])
+    assert "dry run of" not in capsys.readouterr().out
 
 
 def test_a_page_of_a_dry_run_needs_a_dry_run_and_a_file(tmp_path):

@@ -68,6 +68,8 @@ RUNS = {
     ),
     "video": ("--config wallfacer_dit_1b --context-parallel-size 4", 4),
 }
+CAUSES_OF_PASSES = {"attention", "linear", "recompute", "tensor parallel", "pipeline"}
+"""Causes of time in the passes of a micro-batch; the others come once in a step."""
 
 
 def run_of(name, cluster=H100):
@@ -118,16 +120,39 @@ def test_the_check_of_tiles_sees_a_gap_and_an_overlap():
             check_tiles(wrong, total)
 
 
-@pytest.mark.parametrize("name", ["tensor, offload", "delta rule", "linear attention", "video"])
-def test_without_a_pipeline_the_spans_of_a_cause_have_its_predicted_seconds(name):
+@pytest.mark.parametrize("name", RUNS)
+def test_the_spans_of_a_cause_have_its_predicted_seconds(name):
+    """In a pipeline, without the turns in which a stage waits: those count as a cause of waits."""
     estimate, _ = run_of(name)
     timeline = step_timeline(estimate, H100, tolerance=0)
+    predicted = timeline.prediction.seconds
+    turns = timeline.micro_batches + timeline.stages - 1
+    working = timeline.micro_batches / turns
+    expected = {}
+    for cause, total in predicted.items():
+        expected[cause] = working * total if cause in CAUSES_OF_PASSES else total
+    expected[BUBBLE] = sum(predicted.values()) - sum(expected.values())
     for row in timeline.rows:
-        seconds = dict.fromkeys(timeline.prediction.seconds, 0.0)
+        seconds = dict.fromkeys(expected, 0.0)
         for span in row.spans:
             cause = "attention" if span.cause in (SENDS, SLOWER) else span.cause
             seconds[cause] += span.seconds
-        assert seconds == pytest.approx(timeline.prediction.seconds, rel=1e-8, abs=1e-12)
+        assert seconds == pytest.approx(expected, rel=1e-8, abs=1e-8 * timeline.prediction.time)
+
+
+@pytest.mark.parametrize("name", ["pipeline 4 x context 8", "packed"])
+def test_seconds_that_no_part_stands_for_are_refused_instead_of_drawn_as_waits(name, monkeypatch):
+    estimate, _ = run_of(name)
+    passes = Step.passes
+
+    def without_linear(step, computing):
+        complete = passes(step, computing)
+        parts = tuple(part for part in complete.forward if part.cause != "linear")
+        return replace(complete, forward=parts)
+
+    monkeypatch.setattr(Step, "passes", without_linear)
+    with pytest.raises(ArithmeticError, match=r"leave .* lacks a part"):
+        step_timeline(estimate, H100)
 
 
 def test_every_stage_of_a_pipeline_waits_for_the_bubble():
@@ -137,7 +162,10 @@ def test_every_stage_of_a_pipeline_waits_for_the_bubble():
     assert [row.ranks for row in timeline.rows] == [
         tuple(range(8 * stage, 8 * stage + 8)) for stage in range(4)
     ]
-    assert timeline.bubble == pytest.approx(3 / 11 * timeline.turn * 11)
+    # 8 micro-batches take 8 + 4 - 1 turns, and the rest of the step is the data parallel exchange.
+    seconds = timeline.prediction.seconds
+    turns = timeline.prediction.time - seconds["data parallel"] - seconds.get("optimizer", 0.0)
+    assert timeline.bubble == pytest.approx(3 / 11 * turns, rel=1e-8)
     for row in timeline.rows:
         waits = sum(span.seconds for span in row.spans if span.cause == BUBBLE)
         assert waits == pytest.approx(timeline.bubble, rel=1e-9)

@@ -3,10 +3,12 @@
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from planner.cluster import Cluster
 from planner.extremes import of_length
 from planner.levers import described
 from planner.limits import nothing_left
 from planner.page.elements import Child, element, table
+from planner.search import Ranking
 from runtime.progress import amount, duration
 from tools.common.plan_text import PlanRow
 from tools.common.plans.ranked import Plans
@@ -40,17 +42,25 @@ def _twice_as_long(config: Any) -> Any:
 
 
 def _fastest(plans: Plans, config: Any, world_size: int) -> dict[str, str]:
-    """Return the column of the fastest plan; if nothing fits, the reason."""
+    """Return the column of the fastest plan; if there is none, the reason."""
     ranking, _ = plans.rank_plans(plans.args, config, world_size, plans.cluster)
     if not ranking.candidates:
         return {
             "processes": f"{world_size:,}",
             "tokens of a sequence": f"{config.sequence_length:,}",
-            "plan": f"nothing fits: {nothing_left(ranking, plans.cluster)}",
+            "plan": _reason(ranking, plans.cluster),
         }
     candidate = ranking.candidates[0]
     dp = candidate.config.mesh.data_parallel_size(world_size)
     return _column(PlanRow(candidate, dp), world_size)
+
+
+def _reason(ranking: Ranking, cluster: Cluster) -> str:
+    """Return why there is no plan: all were too large, or all were refused."""
+    reason = nothing_left(ranking, cluster)
+    if ranking.over_memory or ranking.over_host_memory:
+        return f"nothing fits: {reason}"
+    return f"refused: {next(iter(ranking.refused), reason)}"
 
 
 def _column(row: PlanRow, world_size: int) -> dict[str, str]:

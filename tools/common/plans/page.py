@@ -145,7 +145,9 @@ def _sources(plans: Plans) -> list[Element]:
     file = file_of(cluster, plans.config.context.cluster)
     seconds = candidate.prediction.seconds
     elements = [element("p", line) for line in _time_and_error(candidate.config, cluster)]
-    elements += origins(seconds, cluster, file, COUNTED, shown_path(file))
+    best = candidate.config
+    running = cluster.running(best.context.attention_backend, best.packed)
+    elements += origins(seconds, cluster, running, file, COUNTED, shown_path(file))
     elements.append(element("p", NO_GPU))
     return elements
 

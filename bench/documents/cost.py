@@ -153,7 +153,6 @@ class Method(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name for the tables."""
         title = f"{self.name}, heads in a node" if self.splits_heads else self.name
         return f"{title}, in {self.stages} stages" if self.stages > 1 else title
 
@@ -209,7 +208,6 @@ def one_group(machine: Machine, plans: Sequence[Plan], method: Method = METHODS[
         linear = plan.local_len * machine.token_seconds
         seconds += linear + work.layers * (cost.forward() + cost.backward())
         seconds += machine.launch_seconds(most_launches(plan))
-        # A place is a group of ranks that split the heads.
         pairs = float(plan.work().pairs.sum()) / machine.ranks
         computing += linear + work.layers * pairs * pair_flops / rate
         links = cost.links()

@@ -212,14 +212,14 @@ def test_a_method_that_splits_heads_computes_the_same_pairs_and_sends_less_in_th
 
 def test_a_rings_crossing_rank_gets_the_whole_link_of_its_node():
     """A shared link of 8 times the rate is no different from the crossing rank's own, times 8."""
-    own = machine_of("h100_pod", 32)
+    fast = machine_of("h100_pod", 32)
     shared = machine_of("h100_pod", 32, 10.0)
     assert shared.cluster.between_link == "node"
     turn = Turn(0, 16, (32768,))
     assert cost.crossing_rate(shared, turn) == 10e9
-    private = replace(own, cluster=replace(own.cluster, between_gb_per_s=10.0))
+    private = replace(fast, cluster=replace(fast.cluster, between_gb_per_s=10.0))
     assert cost.turn_seconds(shared, turn) == cost.turn_seconds(private, turn)
-    slow = replace(own, cluster=replace(own.cluster, between_gb_per_s=1.25))
+    slow = replace(fast, cluster=replace(fast.cluster, between_gb_per_s=1.25))
     assert cost.turn_seconds(slow, turn) > 2 * cost.turn_seconds(shared, turn)
     # Nodes of 6: two rings of 8 meet on the second one, and halve its link.
     six = replace(shared, cluster=replace(shared.cluster, gpus_per_node=6))
@@ -239,10 +239,10 @@ def test_computing_hides_the_exchange_of_weights_but_for_a_share():
 def test_gradients_in_float32_make_a_ring_slower_only_if_links_decide():
     for between, slower in ((40.0, False), (0.1, True)):
         machine = machine_of("h100_pod", 16, between)
-        wide = replace(machine, ring_gradient_bytes=4)
+        float32_machine = replace(machine, ring_gradient_bytes=4)
         turn = Turn(0, 16, (1 << 20,))
         seconds = cost.turn_seconds(machine, turn)
-        assert (cost.turn_seconds(wide, turn) > seconds) is slower
+        assert (cost.turn_seconds(float32_machine, turn) > seconds) is slower
 
 
 def test_a_ring_over_nodes_sends_between_them():

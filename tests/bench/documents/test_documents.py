@@ -256,17 +256,17 @@ def test_a_ring_over_nodes_sends_between_them():
 
 
 @pytest.mark.slow
-def test_the_program_writes_a_row_for_each_way(tmp_path, capsys):
+def test_the_program_writes_a_row_for_each_way(tmp_path, capfd):
     flags = ["--kinds", "megatron", "prolong_512k", "--ranks", "16", "--results", str(tmp_path)]
-    assert main(flags) == 0, capsys.readouterr().err
+    assert main(flags) == 0, capfd.readouterr().err
     text = (tmp_path / "documents.md").read_text()
     assert (
-        "ProLong, 512K, 16 ranks: left out, a document has 524288 tokens" in capsys.readouterr().out
+        "ProLong, 512K, 16 ranks: left out, a document has 524288 tokens" in capfd.readouterr().out
     )
     rows = [line for line in text.splitlines() if line.startswith("| Megatron's benchmark | 16 |")]
     assert len(rows) == 6  # two tables for each rate of the links
     assert main(["--ranks", "12"]) == 1
-    assert "--ranks has 12" in capsys.readouterr().err
+    assert "--ranks has 12" in capfd.readouterr().err
 
 
 @pytest.mark.slow

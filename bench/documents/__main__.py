@@ -181,7 +181,7 @@ def equal_groups(
         for method in methods_of(machine, size):
             if method.name != METHODS[0].name:
                 continue
-            fitting = []
+            fitting: list[list[Outcome]] = []
             for power in range(HALVINGS + 1):
                 parts = []
                 if len(fitting) < max_limits:

@@ -82,7 +82,7 @@ NODES = {
     "slurm": 4620,
     "tools": 67640,
     "papers": 21520,
-    "bench": 32015,
+    "bench": 32025,
     "docs": 3440,
     "tests": 461380,
 }

@@ -82,9 +82,9 @@ NODES = {
     "slurm": 4620,
     "tools": 67955,
     "papers": 21660,
-    "bench": 30720,
+    "bench": 32025,
     "docs": 3950,
-    "tests": 465250,
+    "tests": 465970,
 }
 """Maximum syntax nodes per folder.
 

@@ -1,19 +1,22 @@
 """Compare one group of all ranks with groups of different size, for documents of mixed lengths.
 
-Six ways to share the documents of a step are predicted for LLaMA 3 8B, with the same documents and
-the same tokens. Longmesh has two of them: one group of all ranks, and a group for each node; both
-use ``exchange`` in the layout ``balanced``. The third gives micro-batches to nodes by their work.
-The others are groups by length in their best case, by Megatron's own scheduler, and groups of one
-size, the baseline of published speedups. The third to fifth are predicted for several limits of
-tokens on a rank, and the fastest counts. All is predicted; ``bench.link.documents`` measures.
+Ways to share the documents of a step are predicted for LLaMA 3 8B, with the same documents and the
+same tokens. Longmesh has two of them: one group of all ranks, and groups of one size, each with its
+own micro-batches; both by the fastest of its methods for packed documents. The third gives
+micro-batches to these groups by their work. The others are groups by length in their best case,
+also with gradients in float32, by Megatron's own scheduler, and rings of one size, the baseline of
+published speedups. All are predicted for several limits of tokens on a rank, and the fastest
+counts. All is predicted; ``bench.link.documents`` measures.
 
-    python -m bench.documents                                   # all kinds of data, 20 minutes
+    python -m bench.documents                                   # all kinds of data, 5 minutes
     python -m bench.documents --kinds chats --ranks 8 --draws 3
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.documents import cost
-from bench.documents.cost import Machine, Outcome
+from bench.documents.cost import METHODS, Machine, Method, Outcome
 from bench.documents.groups import (
     ScheduleError,
     Turn,
@@ -55,17 +58,20 @@ SAVED = Arrangement(
 )
 """Memory settings of all ways. With zero1, as with Megatron's distributed optimizer, gradients are
 summed once a step, and micro-batches need no exchange of all ranks."""
-RANKS = (8, 16, 32, 64)
-SLOW_GB_PER_S = (5.0, 1.25)
-"""Rates of a rank's link to other nodes in further tables: 400 and 100 Gbit/s for a node of 8."""
+RANKS = (64,)
+SLOW_GB_PER_S = (40.0, 10.0)
+"""Rates of a node's shared link in further tables: 400 and 100 Gbit/s, 80 % of it assumed."""
 HALVINGS = 3
 """Number of times that the limit of tokens on a rank is halved, to try smaller ones."""
+NEAR = 1.01
+"""A search for a faster setting ends once a step takes less than this times its computing."""
 
 
 def machine_of(cluster_name: str, ranks: int, between: float | None = None) -> Machine:
     """Return ``ranks`` ranks of a cluster file that train the model.
 
-    ``between`` is the rate of a rank's link to other nodes in GB/s, by default the file's.
+    ``between`` is the rate of a link to other nodes that a node's ranks share, in GB/s; by default
+    the links are the file's.
     """
     path = ROOT / "configs" / "models" / f"{MODEL}.toml"
     flags = f"--config {path} --data-path none --tokenizer-model none"
@@ -73,8 +79,15 @@ def machine_of(cluster_name: str, ranks: int, between: float | None = None) -> M
     work = replace(workload_of(config, 1, "cuda"), micro_batches=2)
     cluster = load_cluster(cluster_name).running(KERNEL)
     if between:
-        cluster = replace(cluster, between_gb_per_s=between)
+        cluster = replace(cluster, between_gb_per_s=between, between_link="node")
     return Machine(work, SAVED, cluster, ranks)
+
+
+def methods_of(machine: Machine, size: int) -> tuple[Method, ...]:
+    """Return the methods to try for groups of ``size`` ranks; in a node exchange is the fastest."""
+    per_node = machine.cluster.gpus_per_node
+    is_inside = size <= per_node or machine.work.kv_heads % per_node
+    return METHODS[:1] if is_inside else METHODS
 
 
 def one_group(machine: Machine, kind: Kind, draw: int) -> tuple[Outcome, list[int]]:
@@ -84,6 +97,20 @@ def one_group(machine: Machine, kind: Kind, draw: int) -> tuple[Outcome, list[in
 
     Raises ScheduleError if a micro-batch of that size is too small for the longest document.
     """
+    fastest = None
+    for method in methods_of(machine, machine.ranks):
+        outcome, documents = _one_group_by(machine, kind, draw, method)
+        if fastest is None or outcome.seconds < fastest[0].seconds:
+            fastest = outcome, documents
+        if fastest[0].seconds < NEAR * fastest[0].computing:
+            break
+    assert fastest
+    return fastest
+
+
+def _one_group_by(
+    machine: Machine, kind: Kind, draw: int, method: Method
+) -> tuple[Outcome, list[int]]:
     ranks = machine.ranks
     total = kind.step_tokens(ranks)
     for capacity in cost.CAPACITIES:
@@ -96,10 +123,10 @@ def one_group(machine: Machine, kind: Kind, draw: int) -> tuple[Outcome, list[in
         documents = kind.documents(np.random.default_rng(draw), tokens * count)
         group_size(int(documents.max()), tokens // ranks, ranks)
         batches = micro_batches(documents, tokens)
-        plans = cost.plans_of(machine, batches)
+        plans = cost.plans_of(machine, batches, method)
         if all(map(machine.fits, plans)):
             shuffled = np.random.default_rng(draw).permutation(np.concatenate(batches))
-            return cost.one_group(machine, plans), shuffled.tolist()
+            return cost.one_group(machine, plans, method), shuffled.tolist()
     raise ScheduleError(f"{kind.title}: no micro-batch fits into memory; give more --ranks")
 
 
@@ -119,24 +146,56 @@ def best(capacity: int, predict: Callable[[int], Outcome | None]) -> Outcome | N
     return fastest
 
 
-def node_groups(
-    machine: Machine, lengths: Sequence[int], capacity: int, *, by_work: bool
-) -> Outcome | None:
-    """Predict a group for each node; None if documents or micro-batches do not fit.
+def group_parts(
+    machine: Machine, lengths: Sequence[int], capacity: int, size: int, method: Method
+) -> list[Outcome]:
+    """Predict the micro-batches of groups of one size; empty if they do not fit.
 
     The micro-batches have ``capacity`` tokens on a rank, or slightly less.
     """
-    per_node = machine.cluster.gpus_per_node
-    nodes = machine.ranks // per_node
+    groups = machine.ranks // size
     total = sum(lengths)
-    count = -(-total // (capacity * machine.ranks)) * nodes
-    if nodes < 2 or total % count or max(lengths) > total // count:
-        return None
+    count = -(-total // (capacity * machine.ranks)) * groups
+    if groups < 2 or total % count or max(lengths) > total // count:
+        return []
+    if not machine.fits(cost.ring_plan(total // count // size, 1)):
+        return []
     batches = micro_batches(np.array(lengths), total // count)
-    name = WAYS[2] if by_work else WAYS[1]
-    outcome = cost.group_a_node(machine, name, batches, by_work=by_work)
-    fits = outcome.memory <= cost.ROOM * 1e9 * machine.cluster.memory_gb
-    return outcome if fits else None
+    parts = cost.parts_of(machine, size, method, batches)
+    room = cost.ROOM * 1e9 * machine.cluster.memory_gb
+    return parts if max(part.memory for part in parts) <= room else []
+
+
+def equal_groups(
+    machine: Machine, lengths: Sequence[int], capacity: int, sizes: Sequence[int]
+) -> tuple[Outcome | None, Outcome | None]:
+    """Return the fastest groups of one size: with micro-batches in turn, and by their work.
+
+    For groups of a node's ranks all limits of tokens are tried; for larger ones exchange in all its
+    settings, by the largest limit that fits. None if nothing fits.
+    """
+    in_turn: list[Outcome] = []
+    by_work: list[Outcome] = []
+    for size in sizes:
+        max_limits = HALVINGS + 1 if size == machine.cluster.gpus_per_node else 1
+        for method in methods_of(machine, size):
+            if method.name != METHODS[0].name:
+                continue
+            fitting: list[list[Outcome]] = []
+            for power in range(HALVINGS + 1):
+                parts = []
+                if len(fitting) < max_limits:
+                    parts = group_parts(machine, lengths, capacity >> power, size, method)
+                if parts:
+                    fitting.append(parts)
+            for parts in fitting:
+                in_turn.append(cost.equal_groups(machine, WAYS[1], parts, by_work=False))
+                by_work.append(cost.equal_groups(machine, WAYS[2], parts, by_work=True))
+    return _fastest(in_turn), _fastest(by_work)
+
+
+def _fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
+    return min(outcomes, key=lambda outcome: outcome.seconds, default=None)
 
 
 def outcomes(machine: Machine, kind: Kind, draw: int) -> dict[str, Outcome]:
@@ -147,32 +206,52 @@ def outcomes(machine: Machine, kind: Kind, draw: int) -> dict[str, Outcome]:
     ranks = machine.ranks
     ours, lengths = one_group(machine, kind, draw)
     capacity = kind.capacity or machine.group_capacity
-    size = group_size(kind.max_length, capacity, ranks)
-    first = None
-    for power in range(HALVINGS + 1):
-        first = first or node_groups(machine, lengths, capacity >> power, by_work=False)
+    # Groups of several nodes can be faster only if links slow one group down.
+    size = machine.cluster.gpus_per_node
+    sizes = [size] if size < ranks else []
+    while ours.seconds > NEAR * ours.computing and 2 * size < ranks:
+        size *= 2
+        sizes.append(size)
+    in_turn, by_work = equal_groups(machine, lengths, capacity, sizes)
 
-    def seconds(turn: Turn) -> float:
-        return cost.turn_seconds(machine, turn)
+    def by_length(name: str, group_machine: Machine) -> Outcome | None:
+        def seconds(turn: Turn) -> float:
+            return cost.turn_seconds(group_machine, turn)
+
+        def predict(limit: int) -> Outcome:
+            waves = longest_first(lengths, ranks, limit, seconds)
+            return cost.grouped(group_machine, name, waves, limit)
+
+        return best(capacity, predict)
 
     def grouped(name: str, waves: Waves, limit: int) -> Outcome:
         return cost.grouped(machine, name, waves, limit)
 
-    by_length = best(
-        capacity,
-        lambda limit: grouped(WAYS[3], longest_first(lengths, ranks, limit, seconds), limit),
+    def baseline(limit: int) -> Outcome | None:
+        sizes = []
+        size = group_size(kind.max_length, limit, ranks)
+        while size <= ranks:
+            sizes.append(grouped(WAYS[6], fixed(lengths, ranks, limit, size), limit))
+            size *= 2
+        return _fastest(sizes)
+
+    ways = (
+        ours,
+        in_turn,
+        by_work,
+        by_length(WAYS[3], machine),
+        by_length(WAYS[4], replace(machine, ring_gradient_bytes=4)),
+        best(capacity, lambda limit: grouped(WAYS[5], megatron(lengths, ranks, limit), limit)),
+        best(capacity, baseline),
     )
-    by_megatron = best(
-        capacity,
-        lambda limit: grouped(WAYS[4], megatron(lengths, ranks, limit), limit),
-    )
-    by_work = best(
-        capacity,
-        lambda limit: node_groups(machine, lengths, limit, by_work=True),
-    )
-    baseline = grouped(WAYS[5], fixed(lengths, ranks, capacity, size), capacity)
-    ways = (ours, first, by_work, by_length, by_megatron, baseline)
     return {outcome.name: outcome for outcome in ways if outcome}
+
+
+def link_of(machine: Machine) -> str:
+    """Return the rate of the links to other nodes, in words."""
+    cluster = machine.cluster
+    share = "from each rank" if cluster.between_link == "rank" else "shared by the ranks of a node"
+    return f"{cluster.between_gb_per_s:g} GB/s {share}"
 
 
 def rows_of(machine: Machine, kind: Kind, draws: int) -> list[Row]:
@@ -191,10 +270,11 @@ def rows_of(machine: Machine, kind: Kind, draws: int) -> list[Row]:
 
     rows: list[Row] = []
     for way, members in drawn.items():
-        step = fmean(outcome.seconds for outcome in members) + machine.exchange_seconds
+        exposed = fmean(machine.exposed_seconds(outcome.computing) for outcome in members)
+        step = fmean(outcome.seconds for outcome in members) + exposed
         sizes = sorted({size for outcome in members for size in outcome.sizes})
         row = {
-            "link": machine.cluster.between_gb_per_s,
+            "link": link_of(machine),
             "kind": kind.name,
             "title": kind.title,
             "ranks": machine.ranks,
@@ -207,7 +287,8 @@ def rows_of(machine: Machine, kind: Kind, draws: int) -> list[Row]:
             "memory": max(outcome.memory for outcome in members),
             "capacity": max(outcome.capacity for outcome in members),
             "sizes": " ".join(map(str, sizes)),
-            "exchange": machine.exchange_seconds,
+            "method": members[0].method,
+            "exchange": exposed,
         }
         rows.append(row)
         print(line_of(row), flush=True)
@@ -234,7 +315,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     kinds = tuple(load_kinds())
     add("--kinds", nargs="+", choices=kinds, default=list(kinds), help="default: all")
-    ranks = "numbers of ranks, powers of two (default: 8 16 32 64)"
+    ranks = "numbers of ranks, powers of two (default: 64)"
     add("--ranks", nargs="+", type=positive, default=list(RANKS), metavar="N", help=ranks)
     add("--cluster", default="h100_pod", help="cluster file, as of tools.plan (default: h100_pod)")
     draws = "number of steps to draw documents for (default: %(default)s)"
@@ -244,18 +325,30 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def kind_rows(name: str, cluster: str, ranks: Sequence[int], draws: int) -> list[Row]:
+    """Return the rows of a kind of data for all ranks and links."""
+    kind = load_kinds()[name]
+    machines = []
+    for number in ranks:
+        machines.append(machine_of(cluster, number))
+    for between in SLOW_GB_PER_S:
+        machines.append(machine_of(cluster, max(ranks), between))
+    rows: list[Row] = []
+    for machine in machines:
+        rows += rows_of(machine, kind, draws)
+    return rows
+
+
 def predictions(args: argparse.Namespace) -> Row:
-    """Predict all settings of a command line, and print a line for each way."""
+    """Predict all settings of a command line, a kind in each process; print a line for each way."""
     kinds = load_kinds()
     steps: list[Row] = []
-    machines = []
-    for ranks in args.ranks:
-        machines.append(machine_of(args.cluster, ranks))
-    for between in SLOW_GB_PER_S:
-        machines.append(machine_of(args.cluster, max(args.ranks), between))
-    for machine in machines:
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        jobs = []
         for name in args.kinds:
-            steps += rows_of(machine, kinds[name], args.draws)
+            jobs.append(pool.submit(kind_rows, name, args.cluster, args.ranks, args.draws))
+        for job in jobs:
+            steps += job.result()
     return {"steps": steps, "kinds": [kind_row(kinds[name]) for name in args.kinds]}
 
 

@@ -1,9 +1,10 @@
 """Predicted seconds, bytes and memory of a step over mixed documents, for each way to share them.
 
 One group of all ranks is predicted by the planner, micro-batch by micro-batch, with the plan of its
-documents. Groups are predicted by the same rates: the matmuls and pointwise work of a rank's
-tokens, the pairs of its documents, and a ring that passes keys and values on, round by round, while
-a round's pairs are computed. The exchange of weights and gradients is that of all ranks either way.
+documents; equal groups likewise, each with its own micro-batches. Groups by length are predicted by
+the same rates: the matmuls and pointwise work of a rank's tokens, the pairs of its documents, and a
+ring that passes keys and values on, round by round, while a round's pairs are computed. The
+exchange of weights and gradients is that of all ranks, and the computing of each way hides it.
 
 Every attention kernel has a fixed time. A ring launches one kernel a round; an exchange launches as
 many as ``kernels.cuda`` does, which packs small tiles into one launch.
@@ -23,7 +24,7 @@ from parallel.context.plan import Plan, make_plan
 from planner.cluster import MICRO, Cluster
 from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost
 from planner.layers.memory import rank_sizes
-from planner.step_cost import step_seconds
+from planner.step_cost import data_seconds, step_seconds
 from planner.step_memory import memory_of
 from planner.step_shape import Arrangement, StepShape
 
@@ -58,6 +59,7 @@ class Outcome:
     """Bytes at the peak of the busiest rank."""
     sizes: tuple[int, ...] = ()
     """Numbers of ranks of the groups."""
+    method: str = "ring"
 
     @property
     def idle(self) -> float:
@@ -76,6 +78,8 @@ class Machine:
     cluster: Cluster
     """Rates; its ``launch_us`` is for a launch, not for a tile as in the planner."""
     ranks: int
+    ring_gradient_bytes: int = 2
+    """Bytes of an element of the gradients that the rings of groups send."""
 
     @cached_property
     def without_launches(self) -> Cluster:
@@ -93,19 +97,21 @@ class Machine:
     @cached_property
     def token_seconds(self) -> float:
         """Seconds per token on a rank, of all layers and the head, without attention."""
-        seconds = self._reference
+        plan = ring_plan(CAPACITIES[-1], 1)
+        work = replace(self.work, micro_batches=1)
+        seconds = step_seconds(work, plan, self.divided(plan), self.cluster)[0]
         return (seconds["linear"] + seconds["recompute"]) / CAPACITIES[-1]
 
     @cached_property
     def exchange_seconds(self) -> float:
-        """Seconds of a step's exchange of weights and gradients that computing does not hide."""
-        return self._reference["data parallel"]
-
-    @cached_property
-    def _reference(self) -> dict[str, float]:
+        """Seconds of a step's exchange of weights and gradients, if nothing hides it."""
         plan = ring_plan(CAPACITIES[-1], 1)
-        work = replace(self.work, micro_batches=1)
-        return step_seconds(work, plan, self.divided(plan), self.cluster)[0]
+        return data_seconds(self.work, plan, self.divided(plan), self.cluster)
+
+    def exposed_seconds(self, computing: float) -> float:
+        """Return the seconds of the exchange that ``computing`` seconds do not hide."""
+        exchange = self.exchange_seconds
+        return max(self.cluster.exposed_share * exchange, exchange - computing)
 
     def memory(self, plan: Plan) -> float:
         """Return the bytes at the peak of the busiest rank, if groups have this plan."""
@@ -137,27 +143,59 @@ def ring_plan(capacity: int, size: int) -> Plan:
     return make_plan("zigzag", seq_len=capacity * size, size=size)
 
 
-@lru_cache(maxsize=64)
-def _all_ranks_plan(machine: Machine, documents: tuple[int, ...]) -> Plan:
+class Method(NamedTuple):
+    """A setting of Longmesh that a user can choose for packed documents."""
+
+    name: str
+    splits_heads: bool = False
+    """True if the ranks of a node split the heads among themselves (``ulysses_degree``)."""
+    stages: int = 1
+    """Number of parts of the heads, one after the other (``ulysses_head_chunks``)."""
+
+    @property
+    def title(self) -> str:
+        title = f"{self.name}, heads in a node" if self.splits_heads else self.name
+        return f"{title}, in {self.stages} stages" if self.stages > 1 else title
+
+
+METHODS = (
+    Method("exchange"),
+    Method("exchange", splits_heads=True),
+    Method("exchange", splits_heads=True, stages=2),
+    Method("zigzag", splits_heads=True),
+    Method("double_ring"),
+)
+"""Settings to try. Two stages send keys and values twice, and take less memory."""
+
+
+@lru_cache(maxsize=512)
+def documents_plan(method: Method, size: int, per_node: int, documents: tuple[int, ...]) -> Plan:
+    """Return the plan of ``size`` ranks for a micro-batch; ``documents`` are cumulative lengths."""
+    degree = per_node if method.splits_heads else 1
     return make_plan(
-        "exchange",
+        method.name,
         seq_len=documents[-1],
-        size=machine.ranks,
+        size=size,
         documents=documents,
-        ranks_per_node=machine.cluster.gpus_per_node,
+        ranks_per_node=per_node,
+        ulysses_degree=degree,
+        ulysses_head_chunks=method.stages,
     )
 
 
-def plans_of(machine: Machine, batches: Sequence[np.ndarray]) -> list[Plan]:
-    """Return the plans of micro-batches of documents over all ranks: balanced, by exchange."""
+def plans_of(
+    machine: Machine, batches: Sequence[np.ndarray], method: Method = METHODS[0]
+) -> list[Plan]:
+    """Return the plans of micro-batches of documents over all ranks."""
+    per_node = machine.cluster.gpus_per_node
     plans = []
     for lengths in batches:
         documents = (0, *np.cumsum(lengths).tolist())
-        plans.append(_all_ranks_plan(machine, documents))
+        plans.append(documents_plan(method, machine.ranks, per_node, documents))
     return plans
 
 
-def one_group(machine: Machine, plans: Sequence[Plan]) -> Outcome:
+def one_group(machine: Machine, plans: Sequence[Plan], method: Method = METHODS[0]) -> Outcome:
     """Predict a step in which all ranks share each micro-batch."""
     work = machine.work
     rate = machine.cluster.attention_flops_per_s
@@ -185,42 +223,52 @@ def one_group(machine: Machine, plans: Sequence[Plan]) -> Outcome:
         sent=Sent(inside * share, between * share),
         memory=max(map(machine.memory, plans)),
         sizes=(machine.ranks,),
+        method=method.title,
     )
 
 
-def group_a_node(
-    machine: Machine, name: str, batches: Sequence[np.ndarray], *, by_work: bool
-) -> Outcome:
-    """Predict a step in which the ranks of a node share each of its micro-batches.
-
-    Nodes take the micro-batches in turn or, ``by_work``, the longest first, each to the node that
-    is free first; a node does not wait for others before the step's end.
-    """
-    per_node = machine.cluster.gpus_per_node
-    node = replace(machine, ranks=per_node)
-    plans = plans_of(node, batches)
+def parts_of(
+    machine: Machine, size: int, method: Method, batches: Sequence[np.ndarray]
+) -> list[Outcome]:
+    """Predict each micro-batch alone, if ``size`` ranks share it."""
+    group = replace(machine, ranks=size)
     parts = []
-    for plan in plans:
-        parts.append(one_group(node, [plan]))
-    if by_work:
-        parts.sort(key=lambda part: -part.seconds)
+    for plan in plans_of(group, batches, method):
+        part = one_group(group, [plan], method)
+        parts.append(replace(part, memory=machine.memory(plan)))
+    return parts
 
-    ready = np.zeros(machine.ranks // per_node)
+
+def equal_groups(
+    machine: Machine, name: str, parts: Sequence[Outcome], *, by_work: bool
+) -> Outcome:
+    """Predict a step in which groups of one size share each of their own micro-batches.
+
+    Groups take the micro-batches ``parts`` in turn or, ``by_work``, the longest first, each to the
+    group that is free first; a group does not wait for others before the step's end.
+    """
+    (size,) = parts[0].sizes
+    if by_work:
+        parts = sorted(parts, key=lambda part: -part.seconds)
+    ready = np.zeros(machine.ranks // size)
     computing = 0.0
     inside = 0.0
+    between = 0.0
     for number, part in enumerate(parts):
         index = int(ready.argmin()) if by_work else number % len(ready)
         ready[index] += part.seconds
         computing += part.computing
         inside += part.sent.inside
+        between += part.sent.between
     return Outcome(
         name=name,
         capacity=parts[0].capacity,
         seconds=float(ready.max()),
         computing=computing / len(ready),
-        sent=Sent(inside / len(ready), 0.0),
-        memory=max(map(machine.memory, plans)),
-        sizes=(per_node,),
+        sent=Sent(inside / len(ready), between / len(ready)),
+        memory=max(part.memory for part in parts),
+        sizes=(size,),
+        method=parts[0].method,
     )
 
 
@@ -263,11 +311,32 @@ def row_bytes(work: StepShape) -> int:
     return 2 * work.kv_heads * work.head_dim * work.element_size
 
 
+def crossing_rate(machine: Machine, turn: Turn) -> float:
+    """Return the bytes per second of a ring's link to the next node.
+
+    One rank of a node sends to the next node, and has a shared link for itself, unless other rings
+    of this size have ranks on its node.
+    """
+    cluster = machine.cluster
+    if cluster.between_link == "rank":
+        return cluster.between_bytes_per_s
+    max_rings = 1
+    for node in {machine.node_of(rank) for rank in turn.ranks}:
+        first = node * cluster.gpus_per_node
+        last = first + cluster.gpus_per_node - 1
+        max_rings = max(max_rings, last // turn.size - first // turn.size + 1)
+    return cluster.between_bytes_per_s / max_rings
+
+
+def backward_factor(machine: Machine) -> float:
+    """Return the bytes of a ring's backward pass, of keys, values and gradients, over forward's."""
+    return 1 + machine.ring_gradient_bytes / machine.work.element_size
+
+
 def turn_seconds(machine: Machine, turn: Turn) -> float:
     """Predict the seconds of a turn: a ring of ``size`` rounds, computing hides what it sends.
 
-    The backward pass sends keys and values and, as far again, their gradients, here in the dtype of
-    the activations.
+    The backward pass sends keys and values and, as far again, their gradients.
     """
     linear, forward, backward = computing_seconds(machine, turn)
     linear += machine.launch_seconds(turn.size)
@@ -277,14 +346,16 @@ def turn_seconds(machine: Machine, turn: Turn) -> float:
     rate = cluster.inside_bytes_per_s
     latency = cluster.inside_latency_us * MICRO
     if machine.node_of(turn.first) != machine.node_of(turn.ranks[-1]):
-        rate = cluster.between_bytes_per_s
+        rate = crossing_rate(machine, turn)
         latency = cluster.between_latency_us * MICRO
 
     layers = machine.work.layers
-    transfer = layers * (turn.tokens * row_bytes(machine.work) / rate + latency)
+    sending = turn.tokens * row_bytes(machine.work) / rate
+    transfer = layers * (sending + latency)
+    backward_transfer = layers * (sending + latency) * backward_factor(machine)
     hops = turn.size - 1
     seconds = linear
-    for computing, sent in ((forward, transfer), (backward, 2 * transfer)):
+    for computing, sent in ((forward, transfer), (backward, backward_transfer)):
         round_seconds = computing / turn.size
         seconds += round_seconds + hops * max(round_seconds, sent)
     return seconds
@@ -297,19 +368,19 @@ def grouped(machine: Machine, name: str, waves: Waves, capacity: int) -> Outcome
     computing = 0.0
     inside = 0.0
     between = 0.0
-    most_tokens: dict[int, int] = {}
+    max_tokens: dict[int, int] = {}
     for turns in waves:
         for turn in turns:
             computing += turn.size * sum(computing_seconds(machine, turn))
             needed = -(-sum(turn.lengths) // turn.size)
-            most_tokens[turn.size] = max(most_tokens.get(turn.size, 0), needed)
-            # Keys and values go forth in both passes, and gradients once: three times round.
-            ring = 3 * layers * (turn.size - 1) * turn.tokens * row_bytes(machine.work)
+            max_tokens[turn.size] = max(max_tokens.get(turn.size, 0), needed)
+            passes = 1 + backward_factor(machine)
+            ring = passes * layers * (turn.size - 1) * turn.tokens * row_bytes(machine.work)
             crossing = _crossing_share(machine, turn)
             between += ring * turn.size * crossing
             inside += ring * turn.size * (1 - crossing)
     memory = 0.0
-    for size, tokens in most_tokens.items():
+    for size, tokens in max_tokens.items():
         plan = ring_plan(min(tokens, capacity), size)
         memory = max(memory, machine.memory(plan))
     ranks = machine.ranks
@@ -320,7 +391,7 @@ def grouped(machine: Machine, name: str, waves: Waves, capacity: int) -> Outcome
         computing=computing / ranks,
         sent=Sent(inside / ranks, between / ranks),
         memory=memory,
-        sizes=tuple(sorted(most_tokens)),
+        sizes=tuple(sorted(max_tokens)),
     )
 
 

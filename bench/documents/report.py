@@ -8,16 +8,18 @@ from tools.common.report import Column, Table
 Row = dict[str, Any]
 WAYS = (
     "one group",
-    "a group a node",
-    "a group a node, by work",
+    "equal groups",
+    "equal groups, by work",
     "groups",
+    "groups, float32",
     "groups, Megatron",
     "fixed size",
 )
 """Ways to share documents; Longmesh has the first two."""
 OURS = WAYS[:2]
 GROUPS = WAYS[3]
-BASELINE = WAYS[5]
+BASELINE = WAYS[6]
+GROUPS_FLOAT32 = WAYS[4]
 KINDS: dict[str, Column] = {
     "data": "{title}",
     "tokens of a step": lambda row: f"{row['tokens']:,}",
@@ -31,16 +33,19 @@ KINDS: dict[str, Column] = {
 def line_of(row: Row) -> str:
     """Return a way's figures as a line, to print it once it is predicted."""
     return (
-        f"{row['link']:g} GB/s, {row['title']}, {row['ranks']} ranks, {row['way']}: "
+        f"{row['link']}, {row['title']}, {row['ranks']} ranks, {row['way']}: "
         f"{row['step']:.3f} s, {_details(row)}, {row['capacity']} tokens on a rank, "
-        f"groups of {row['sizes']}"
+        f"groups of {row['sizes']} by {row['method']}"
     )
 
 
 def _details(row: Row) -> str:
-    """Return the idle share, the bytes sent in the node and to other nodes, and the peak."""
+    """Return idle share, bytes sent in the node and to other nodes, peak, and the group sizes."""
     sent = f"{row['inside'] / 1e9:.1f} + {row['between'] / 1e9:.1f}"
-    return f"{row['idle']:.1%}; {sent}; {row['memory'] / 1e9:.1f}"
+    groups = row["sizes"]
+    if row["method"] != "ring":
+        groups += f" by {row['method']}"
+    return f"{row['idle']:.1%}; {sent}; {row['memory'] / 1e9:.1f}; {groups}"
 
 
 def settings(steps: Sequence[Row]) -> list[dict[str, Row]]:
@@ -77,6 +82,7 @@ def _table(rows: Sequence[dict[str, Row]], *, times: bool) -> list[str]:
         columns[way] = figure_of(way)
     if times:
         columns["ours / groups"] = lambda setting: f"{gain(setting, GROUPS):.3f}"
+        columns["ours / groups, float32"] = lambda setting: f"{gain(setting, GROUPS_FLOAT32):.3f}"
         columns["ours / fixed size"] = lambda setting: f"{gain(setting, BASELINE):.3f}"
     return Table(columns, rows).markdown()
 
@@ -87,11 +93,12 @@ def markdown(result: Row) -> list[str]:
         "",
         "Seconds of a step with its exchange of weights and gradients. *Ours* is the better of the"
         " first two ways. The other figures are the share of the step in which a rank waits; GB"
-        " that a rank sends in the attention, in its node + to other nodes; GB at the peak. All but"
-        " the peak are means over ranks.",
+        " that a rank sends in the attention, in its node + to other nodes; GB at the peak; ranks"
+        " of a group, and its method unless it is a zigzag ring. All but the last two are means"
+        " over ranks.",
     ]
     for link in dict.fromkeys(row["link"] for row in result["steps"]):
         rows = settings([row for row in result["steps"] if row["link"] == link])
-        lines += ["", f"**{result['cluster']}, {link:g} GB/s from a rank to other nodes**", ""]
+        lines += ["", f"**{result['cluster']}, {link} to other nodes**", ""]
         lines += [*_table(rows, times=True), "", *_table(rows, times=False)]
     return [*lines, "", "**Kinds of data**", "", *Table(KINDS, result["kinds"]).markdown()]

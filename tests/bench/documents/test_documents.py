@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from bench.documents import cost
-from bench.documents.__main__ import machine_of, main, node_groups, one_group, outcomes
+from bench.documents.__main__ import (
+    group_parts,
+    link_of,
+    machine_of,
+    main,
+    one_group,
+    outcomes,
+    rows_of,
+)
 from bench.documents.groups import (
     ScheduleError,
     Turn,
@@ -179,12 +187,62 @@ def test_all_ways_compute_the_same_pairs_and_tokens(machine):
 def test_a_group_in_a_node_sends_nothing_to_others_and_work_orders_its_batches():
     machine = machine_of("h100_pod", 16)
     _, lengths = one_group(machine, SMALL, 0)
-    in_turn = node_groups(machine, lengths, 4096, by_work=False)
-    by_work = node_groups(machine, lengths, 4096, by_work=True)
+    parts = group_parts(machine, lengths, 4096, 8, cost.METHODS[0])
+    in_turn = cost.equal_groups(machine, "", parts, by_work=False)
+    by_work = cost.equal_groups(machine, "", parts, by_work=True)
     assert in_turn.sent.between == by_work.sent.between == 0 < in_turn.sent.inside
     assert by_work.seconds <= in_turn.seconds
     assert by_work.computing == pytest.approx(in_turn.computing)
-    assert node_groups(machine, [16384] * 16, 1024, by_work=True) is None
+    assert group_parts(machine, [16384] * 16, 1024, 8, cost.METHODS[0]) == []
+
+
+def test_a_method_that_splits_heads_computes_the_same_pairs_and_sends_less_in_the_ring(machine):
+    """Every setting that counts as ours computes the same, and has its own traffic."""
+    machine = replace(machine, ranks=16)
+    _, lengths = one_group(machine, SMALL, 0)
+    sent = set()
+    for method in cost.METHODS:
+        (part,) = cost.parts_of(machine, 16, method, [np.array(lengths)])
+        exchange = cost.parts_of(machine, 16, cost.METHODS[0], [np.array(lengths)])[0]
+        assert part.computing == pytest.approx(exchange.computing, rel=1e-3), method
+        assert part.method == method.title
+        sent.add(part.sent)
+    assert len(sent) == len(cost.METHODS)
+
+
+def test_a_rings_crossing_rank_gets_the_whole_link_of_its_node():
+    """A shared link of 8 times the rate is no different from the crossing rank's own, times 8."""
+    fast = machine_of("h100_pod", 32)
+    shared = machine_of("h100_pod", 32, 10.0)
+    assert shared.cluster.between_link == "node"
+    turn = Turn(0, 16, (32768,))
+    assert cost.crossing_rate(shared, turn) == 10e9
+    private = replace(fast, cluster=replace(fast.cluster, between_gb_per_s=10.0))
+    assert cost.turn_seconds(shared, turn) == cost.turn_seconds(private, turn)
+    slow = replace(fast, cluster=replace(fast.cluster, between_gb_per_s=1.25))
+    assert cost.turn_seconds(slow, turn) > 2 * cost.turn_seconds(shared, turn)
+    # Nodes of 6: two rings of 8 meet on the second one, and halve its link.
+    six = replace(shared, cluster=replace(shared.cluster, gpus_per_node=6))
+    assert cost.crossing_rate(six, Turn(0, 8, (8192,))) == 5e9
+
+
+def test_computing_hides_the_exchange_of_weights_but_for_a_share():
+    machine = machine_of("h100_pod", 16)
+    exchange = machine.exchange_seconds
+    share = machine.cluster.exposed_share
+    assert 0 < share < 1
+    assert machine.exposed_seconds(0.0) == exchange
+    assert machine.exposed_seconds(0.1 * exchange) == pytest.approx(0.9 * exchange)
+    assert machine.exposed_seconds(10 * exchange) == pytest.approx(share * exchange)
+
+
+def test_gradients_in_float32_make_a_ring_slower_only_if_links_decide():
+    for between, slower in ((40.0, False), (0.1, True)):
+        machine = machine_of("h100_pod", 16, between)
+        float32_machine = replace(machine, ring_gradient_bytes=4)
+        turn = Turn(0, 16, (1 << 20,))
+        seconds = cost.turn_seconds(machine, turn)
+        assert (cost.turn_seconds(float32_machine, turn) > seconds) is slower
 
 
 def test_a_ring_over_nodes_sends_between_them():
@@ -198,35 +256,51 @@ def test_a_ring_over_nodes_sends_between_them():
 
 
 @pytest.mark.slow
-def test_the_program_writes_a_row_for_each_way(tmp_path, capsys):
+def test_the_program_writes_a_row_for_each_way(tmp_path, capfd):
     flags = ["--kinds", "megatron", "prolong_512k", "--ranks", "16", "--results", str(tmp_path)]
-    assert main(flags) == 0, capsys.readouterr().err
+    assert main(flags) == 0, capfd.readouterr().err
     text = (tmp_path / "documents.md").read_text()
     assert (
-        "ProLong, 512K, 16 ranks: left out, a document has 524288 tokens" in capsys.readouterr().out
+        "ProLong, 512K, 16 ranks: left out, a document has 524288 tokens" in capfd.readouterr().out
     )
     rows = [line for line in text.splitlines() if line.startswith("| Megatron's benchmark | 16 |")]
     assert len(rows) == 6  # two tables for each rate of the links
     assert main(["--ranks", "12"]) == 1
-    assert "--ranks has 12" in capsys.readouterr().err
+    assert "--ranks has 12" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_ways_of_a_small_step(machine):
     ways = outcomes(machine_of("h100_pod", 16), SMALL, 0)
-    assert len(ways) == 6
+    assert len(ways) == 7
+    assert ways["groups"].seconds <= ways["groups, float32"].seconds
     assert ways["groups"].seconds <= ways["groups, Megatron"].seconds
-    assert ways["a group a node, by work"].seconds <= ways["a group a node"].seconds
+    assert ways["equal groups, by work"].seconds <= ways["equal groups"].seconds
 
 
 def test_a_gain_is_over_the_better_of_ours():
-    ways = {"one group": 3.0, "a group a node": 2.0, "groups": 1.6}
+    ways = {"one group": 3.0, "equal groups": 2.0, "groups": 1.6}
     steps = [
-        {"link": 1.0, "kind": "chats", "ranks": 16, "way": way, "step": step}
+        {"link": "1 GB/s", "kind": "chats", "ranks": 16, "way": way, "step": step}
         for way, step in ways.items()
     ]
     (setting,) = settings(steps)
     assert gain(setting, "groups") == pytest.approx(1.25)
+
+
+@pytest.mark.slow
+def test_the_result_has_what_the_program_predicts():
+    """A row of the committed file, predicted again."""
+    machine = machine_of("h100_pod", 64, 10.0)
+    kind = KINDS["megatron"]
+    steps = {row["way"]: row["step"] for row in rows_of(machine, kind, 1)}
+    text = RESULT.read_text()
+    section = text[text.index(f"{link_of(machine)} to other nodes") :]
+    head, *rows = tables(section)[0]
+    (row,) = [row for row in rows if row[0] == kind.title]
+    for way, step in steps.items():
+        assert float(row[head.index(way)]) == pytest.approx(step, rel=1e-3), way
+    assert "groups" in steps
 
 
 def test_groups_by_length_gain_less_than_the_pages_limit():
@@ -235,7 +309,7 @@ def test_groups_by_length_gain_less_than_the_pages_limit():
     for head, *rows in tables(RESULT.read_text()):
         if "ours / groups" in head:
             gains += [float(row[head.index("ours / groups")]) for row in rows]
-    assert len(gains) > 20
+    assert len(gains) == 3 * len(KINDS)
     assert max(gains) < 1.3
 
 

@@ -1,13 +1,12 @@
 """Predicted seconds, bytes and memory of a step over mixed documents, for each way to share them.
 
 One group of all ranks is predicted by the planner, micro-batch by micro-batch, with the plan of its
-documents; equal groups likewise, each with its own micro-batches. Groups by length are predicted by
-the same rates: the matmuls and pointwise work of a rank's tokens, the pairs of its documents, and a
-ring that passes keys and values on, round by round, while a round's pairs are computed. The
-exchange of weights and gradients is that of all ranks, and the computing of each way hides it.
+documents; equal groups likewise. Groups by length are predicted by the same rates: the matmuls and
+pointwise work of a rank's tokens, the pairs of its documents, and a ring that passes keys and
+values on while a round's pairs are computed. All ranks exchange weights and gradients, and the
+computing of each way hides a part.
 
-Every attention kernel has a fixed time. A ring launches one kernel a round; an exchange launches as
-many as ``kernels.cuda`` does, which packs small tiles into one launch.
+Every kernel has a fixed time: a ring launches one a round, an exchange as many as ``kernels.cuda``.
 """
 
 from collections.abc import Sequence

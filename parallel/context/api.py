@@ -129,7 +129,9 @@ class ContextParallel:
             plan = self.plan if window is None else self.plan.windowed(window)
             if geometry.options.slice_len:
                 for first, end in slice_bounds(geometry.local_len, geometry.options.slice_len):
-                    plan.slice_tiles(first * geometry.size, end * geometry.size)
+                    bounds = (first * geometry.size, end * geometry.size)
+                    plan.slice_tiles(*bounds)
+                    plan.slice_tiles(*bounds, geometry.options.slice_len * geometry.size)
             elif plan.sparse:
                 plan.schedule(self._rank)
                 plan.schedule(self._rank, plan.sparse_moves)

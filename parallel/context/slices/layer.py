@@ -111,6 +111,11 @@ class Slice:
     leaving: dict[str, Tensor] = field(default_factory=dict)
     """States that this slice handed on in a pass with gradients."""
 
+    @property
+    def length(self) -> int:
+        """Number of this rank's tokens in every slice but a shorter last one."""
+        return self.first // self.number if self.number else self.end
+
     def positions(self, ranks: int) -> tuple[int, int]:
         """Return the slice's first position, and the one after its last, over ``ranks`` ranks."""
         return self.first * ranks, self.end * ranks

@@ -8,6 +8,7 @@ import torch
 from bench.memory import watch_cpu
 from model.parts.rotary import Rotary
 from parallel import layer_slices
+from parallel.context.plan import Plan
 from parallel.context.slices import delta
 from parallel.context.slices.layer import Slice, SliceMemory, SliceOrderError
 from runtime.ranks import run_ranks
@@ -254,9 +255,10 @@ def test_without_gradients_the_layers_run_in_slices_too(monkeypatch):
     assert abs(in_slices["loss"] - whole["loss"]) < EXACT * whole["loss"]
 
 
-def peak_bytes(length, size):
+def peak_bytes(length, size, **changes):
     """Return the peak of a step in bytes, beyond the weights and their gradients."""
-    config = scaled(LLAMA, num_layers=2, hidden_size=32, ffn_hidden_size=256, vocab_size=8)
+    changes = {"ffn_hidden_size": 256, **changes}
+    config = scaled(LLAMA, num_layers=2, hidden_size=32, vocab_size=8, **changes)
     _, _, loss_sum = prepared(
         config,
         size,
@@ -283,3 +285,23 @@ def test_inner_memory_grows_with_the_slice_not_with_the_sequence():
     larger = [peak_bytes(lengths[-1], size) for size in (256, 512)]
     assert in_slices[-1] < larger[0] < larger[1] < whole[-1]
     assert larger[1] - larger[0] > 1.5 * (larger[0] - in_slices[-1])
+
+
+def slope_of_peak():
+    """Return the bytes of each further token, with wide keys and slices of 128 tokens."""
+    wide = {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 16}
+    peaks = [peak_bytes(length, 128, ffn_hidden_size=64, **wide) for length in (1024, 2048)]
+    return (peaks[1] - peaks[0]) / 1024
+
+
+def test_bytes_of_a_token_are_those_of_the_pages_table(monkeypatch):
+    """In float32, of width 32 with 8 heads of 16; tables of angles, and the other layer's input."""
+    table = 4 * (3 * 32 + 2 * 8 * 16 + 2 * 8 * 16)
+    others = 4 * (32 + 16)
+    assert slope_of_peak() == pytest.approx(table + others, rel=0.05)
+    # A tile of all earlier keys would have their gradients at once.
+    tiles = Plan.slice_tiles
+    monkeypatch.setattr(
+        Plan, "slice_tiles", lambda plan, first, end, _=None: tiles(plan, first, end)
+    )
+    assert slope_of_peak() > 1.3 * (table + others)

@@ -164,13 +164,17 @@ class _InSlices(torch.autograd.Function):
         layer_pass: LayerPass = ctx.layer_pass
         gradients = ChunkGradients(x, ctx.parameters, ctx.needs_input_grad[1:])
         memory = SliceMemory(states=ctx.states)
-        with gathered_inside(layer_pass.layer.layer, reshard=False):
-            if ctx.has_keys:
-                for piece in layer_pass.slices(x, memory, keys_only=True):
-                    _store_keys(layer_pass, x, piece)
-                memory.has_all_keys = True
-            for piece in reversed(list(layer_pass.slices(x, memory))):
-                _add_gradients(layer_pass, gradients, x, dout, piece)
+        try:
+            with gathered_inside(layer_pass.layer.layer, reshard=False):
+                if ctx.has_keys:
+                    for piece in layer_pass.slices(x, memory, keys_only=True):
+                        _store_keys(layer_pass, x, piece)
+                    memory.has_all_keys = True
+                for piece in reversed(list(layer_pass.slices(x, memory))):
+                    _add_gradients(layer_pass, gradients, x, dout, piece)
+        finally:
+            # A slice that failed is still in its graph, and would keep these tensors alive.
+            memory.clear()
         return None, *gradients.times()
 
 

@@ -92,7 +92,12 @@ class PlanOptions:
         if method.states:
             self._check_state_method(method.name)
         self._check_choices(method)
-        layout = method.layout(causal) if self.layout == "auto" else self.layout
+        layout = method.layout(causal)
+        if self.slice_len:
+            layout = "contiguous" if "contiguous" in method.layouts else layout
+            self._check_slices(causal, layout)
+        elif self.layout != "auto":
+            layout = self.layout
         return replace(self, ulysses_degree=degree, layout=layout)
 
     def _check_minimum(self, seq_len: int, size: int) -> None:
@@ -110,6 +115,23 @@ class PlanOptions:
         for name, value in counts.items():
             if value < 1:
                 raise ContextError(f"{name} is {value}; it must be 1 or more")
+
+    def _check_slices(self, causal: bool, layout: str) -> None:
+        """Check that a sequence can be taken in slices, in which the ranks have equal blocks."""
+        if self.slice_len < 0:
+            raise ContextError(
+                f"slice_len is {self.slice_len}; it must be 1 or more, or 0 for whole sequences"
+            )
+        if not causal:
+            raise ContextError(
+                f"slice_len is {self.slice_len}, but attention is full, so the first slice would "
+                "need the keys of the last; use slice_len 0"
+            )
+        if self.layout not in ("auto", layout):
+            raise ContextError(
+                f"context_parallel_layout is {self.layout!r} with slice_len {self.slice_len}, but "
+                "the ranks share each slice in blocks; use auto, or slice_len 0"
+            )
 
     def _check_state_method(self, method: str) -> None:
         if self.layout not in ("auto", "contiguous", "zigzag"):
@@ -203,9 +225,10 @@ class Geometry:
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
-        """Return the ascending global positions of ``rank``: int64 ``[local_len]``.
+        """Return the global positions of ``rank``: int64 ``[local_len]``.
 
-        Positions of ``seq_len`` and above are padding.
+        They ascend, except in slices under tensor parallelism (``Layout.positions``). Positions of
+        ``seq_len`` and above are padding.
         """
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 

@@ -124,9 +124,10 @@ class Plan:
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
-        """Return the ascending global positions of ``rank``: int64 ``[local_len]``.
+        """Return the global positions of ``rank``: int64 ``[local_len]``.
 
-        Positions of ``seq_len`` and above are padding.
+        They ascend, except in slices under tensor parallelism (``Layout.positions``). Positions of
+        ``seq_len`` and above are padding.
         """
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 

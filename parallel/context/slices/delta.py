@@ -125,7 +125,8 @@ class SliceDelta:
         return PLANS[handle.tensor]
 
     def _on_whole(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        if len(self._exchange.ranks) > 1:
+        layout = PLANS[self._handle.tensor].geometry.layout
+        if layout.needs_slices or layout.size > 1:
             raise ContextError(
                 "attend_delta: the plan's tokens lie in slices, but the mask is no slice; pass a "
                 "Slice, or make the plan without slice_len"

@@ -72,6 +72,13 @@ class SliceMemory:
             )
         return self.key_gradients
 
+    def clear(self) -> None:
+        """Drop all tensors, at the end of a backward pass or after an error in it."""
+        self.states = {}
+        self.state_gradients = {}
+        self.keys = None
+        self.key_gradients = None
+
     def check_order(self, number: int, count: int) -> None:
         """Note that slice ``number`` of ``count`` runs back.
 

@@ -8,6 +8,8 @@ import torch
 from bench.memory import watch_cpu
 from model.parts.rotary import Rotary
 from parallel import layer_slices
+from parallel.context import context_parallel
+from parallel.context.layout import ContextError
 from parallel.context.plan import Plan
 from parallel.context.slices import delta
 from parallel.context.slices.layer import Slice, SliceMemory, SliceOrderError
@@ -253,6 +255,46 @@ def test_without_gradients_the_layers_run_in_slices_too(monkeypatch):
         in_slices, _ = step(MODELS["qwen3_5"], 7)
     assert counts == [0, 1, 2, 3] * MODELS["qwen3_5"].num_layers
     assert abs(in_slices["loss"] - whole["loss"]) < EXACT * whole["loss"]
+
+
+def test_an_error_in_a_backward_pass_leaves_no_keys_or_states(monkeypatch):
+    slices = []
+    run = layer_slices.LayerPass.run
+
+    def failing(layer_pass, chunk, piece):
+        out = run(layer_pass, chunk, piece)
+        if torch.is_grad_enabled():
+            slices.append(piece)
+            if len(slices) == 3:
+                raise ArithmeticError
+        return out
+
+    monkeypatch.setattr(layer_slices.LayerPass, "run", failing)
+    with pytest.raises(ArithmeticError):
+        step(MODELS["qwen3_5"], 5)
+    for piece in slices:
+        memory = piece.memory
+        tensors = (memory.keys, memory.key_gradients, memory.states, memory.state_gradients)
+        assert not any(tensors)
+
+
+def test_a_call_without_a_slice_is_refused_where_slices_order_the_tokens():
+    """Two tensor-parallel ranks of one process: positions 0, 1, 4, 5, 2, 3, 6, 7."""
+    cp = context_parallel("ulysses", seq_len=8, group=None, slice_len=4, multiple=2)
+    assert cp.positions.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    x = torch.randn(1, 8, 2, 16)
+    assert torch.equal(cp.unshard(cp.shard(x, 1), 1), x)
+    rule = cp.delta_of_slices(lambda *_: pytest.fail("the rule of whole sequences"))
+    gates = x[..., 0]
+    for call in (
+        lambda: cp.attend(x, x, x),
+        lambda: cp.attend.prefetch_kv(x, x)(x),
+        lambda: rule(x, x, x, gates, gates),
+    ):
+        with pytest.raises(ContextError, match="pass a Slice"):
+            call()
+    with pytest.raises(ContextError, match="linear attention takes whole sequences"):
+        cp.attend_linear(x, x, x, (0.0, 0.0))
 
 
 def peak_bytes(length, size, **changes):

@@ -46,6 +46,7 @@ MODELS |= {
     "gpt tied": tied(scaled(GPT)),
     "kimi delta attention": scaled(KDA),
 }
+MODELS["llama adapters of queries"] = scaled(LLAMA, lora_rank=2, lora_target=("wq",))
 
 
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])
@@ -102,7 +103,12 @@ def test_ranks_that_split_the_heads_share_every_slice_and_send_no_more(ranks):
                 assert ratio == 1
 
 
-DELTA_RANKED = [("qwen3_5", None), ("qwen3_5", PACKED), ("olmo_hybrid", PACKED)]
+DELTA_RANKED = [
+    ("qwen3_5", None),
+    ("qwen3_5", PACKED),
+    ("olmo_hybrid", PACKED),
+    ("kimi delta attention", PACKED),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -110,6 +116,25 @@ def test_ranks_that_split_the_heads_of_a_delta_rule(ranks):
     for name, documents in DELTA_RANKED:
         for results in run_ranks(on_ranks, ranks, name, documents, (6, 4, 1)):
             assert all(difference < EXACT for difference, _ in results), (name, documents)
+
+
+def test_ranks_that_split_the_heads_of_a_frozen_model():
+    for results in run_ranks(on_ranks, 2, "llama adapters of queries", None, (6, 4, 1)):
+        assert all(difference < EXACT for difference, _ in results)
+
+
+def without_rows_of_ranks(rank, world_size):
+    """Return the difference if the convolution's rows give other ranks no gradient: a fault."""
+    group = torch.distributed.group.WORLD
+    whole, _ = step(MODELS["qwen3_5"], granularity="none")
+    zero = staticmethod(lambda ctx, gradient: (torch.zeros_like(gradient[0]), None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta._RowsOfRanks, "backward", zero)
+        return furthest(step(MODELS["qwen3_5"], 6, group=group)[0], whole)
+
+
+def test_a_fault_between_ranks_is_noticed():
+    assert min(run_ranks(without_rows_of_ranks, 2)) > 1e-3
 
 
 def zero_gradients(name):

@@ -188,11 +188,11 @@ def _add_gradients(
         out = layer_pass.run(chunk, piece)
     outputs = [out]
     grads: list[Tensor | None] = [dout[rows]]
-    for state, gradient in piece.leaving_gradients():
+    for state, gradient in piece.outgoing_gradients():
         outputs.append(state)
         grads.append(gradient)
-    entering = list(piece.entering.values())
-    piece.return_gradients(gradients.add_through(rows, chunk, outputs, grads, entering))
+    incoming = list(piece.incoming_states.values())
+    piece.return_gradients(gradients.add_through(rows, chunk, outputs, grads, incoming))
 
 
 def _store_keys(layer_pass: LayerPass, x: Tensor, piece: Slice) -> None:

@@ -22,6 +22,7 @@ from parallel.context.layout import (
     PLACEMENTS,
     ContextError,
     Layout,
+    check_slices,
     padded_length,
     place_of_ranks,
 )
@@ -95,7 +96,7 @@ class PlanOptions:
         layout = method.layout(causal)
         if self.slice_len:
             layout = "contiguous" if "contiguous" in method.layouts else layout
-            self._check_slices(causal, layout)
+            check_slices(self.slice_len, causal, self.layout, ("auto", layout))
         elif self.layout != "auto":
             layout = self.layout
         return replace(self, ulysses_degree=degree, layout=layout)
@@ -115,23 +116,6 @@ class PlanOptions:
         for name, value in counts.items():
             if value < 1:
                 raise ContextError(f"{name} is {value}; it must be 1 or more")
-
-    def _check_slices(self, causal: bool, layout: str) -> None:
-        """Check that a sequence can be taken in slices, in which the ranks have equal blocks."""
-        if self.slice_len < 0:
-            raise ContextError(
-                f"slice_len is {self.slice_len}; it must be 1 or more, or 0 for whole sequences"
-            )
-        if not causal:
-            raise ContextError(
-                f"slice_len is {self.slice_len}, but attention is full, so the first slice would "
-                "need the keys of the last; use slice_len 0"
-            )
-        if self.layout not in ("auto", layout):
-            raise ContextError(
-                f"context_parallel_layout is {self.layout!r} with slice_len {self.slice_len}, but "
-                "the ranks share each slice in blocks; use auto, or slice_len 0"
-            )
 
     def _check_state_method(self, method: str) -> None:
         if self.layout not in ("auto", "contiguous", "zigzag"):

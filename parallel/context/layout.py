@@ -188,6 +188,24 @@ None means all.
 """
 
 
+def check_slices(slice_len: int, causal: bool, layout: str, layouts: tuple[str, ...]) -> None:
+    """Check that a sequence can be taken in slices, in which the ranks have equal blocks."""
+    if slice_len < 0:
+        raise ContextError(
+            f"slice_len is {slice_len}; it must be 1 or more, or 0 for whole sequences"
+        )
+    if not causal:
+        raise ContextError(
+            f"slice_len is {slice_len}, but attention is full, so the first slice would "
+            "need the keys of the last; use slice_len 0"
+        )
+    if layout not in layouts:
+        raise ContextError(
+            f"context_parallel_layout is {layout!r} with slice_len {slice_len}, but "
+            "the ranks share each slice in blocks; use auto, or slice_len 0"
+        )
+
+
 @dataclass(frozen=True)
 class Mask:
     """Keys that a query sees: in its document, up to itself if causal, and within a window."""

@@ -66,8 +66,7 @@ class SliceCost:
         are added to sums in float32, those of the queries too.
         """
         share = self.length / self.plan.local_len
-        wide, narrow = self._query_gradients
-        return wide + narrow + self.sizes.payload("kv") * share
+        return sum(self._query_gradients) + self.sizes.payload("kv") * share
 
     def state_bytes(self, delta: DeltaShape) -> float:
         """Return the bytes of states that slices of a layer leave for the backward pass.
@@ -83,8 +82,8 @@ class SliceCost:
     def _query_gradients(self) -> tuple[float, float]:
         """Bytes of the gradients of a slice's queries, as sums and as a kernel returns them."""
         sizes = self.sizes
-        wide = sizes.gradient("queries") * self.length / self.plan.local_len
-        return wide, wide * sizes.element_size / sizes.wide
+        sums = sizes.gradient("queries") * self.length / self.plan.local_len
+        return sums, sums * sizes.element_size / sizes.wide
 
     def key_seconds(self, hidden: int, cluster: Cluster) -> float:
         """Return the seconds to compute the keys and values of all tokens once more."""

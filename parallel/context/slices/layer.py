@@ -113,9 +113,9 @@ class Slice:
     keys_only: bool = False
     """True if only the keys and values are needed; ``KeysStoredError`` then ends the forward pass.
     """
-    entering: dict[str, Tensor] = field(default_factory=dict)
+    incoming_states: dict[str, Tensor] = field(default_factory=dict)
     """States that this slice took in a pass with gradients."""
-    leaving: dict[str, Tensor] = field(default_factory=dict)
+    outgoing_states: dict[str, Tensor] = field(default_factory=dict)
     """States that this slice handed on in a pass with gradients."""
 
     @property
@@ -132,21 +132,21 @@ class Slice:
         state = self.memory.states[self.number, name]
         if torch.is_grad_enabled():
             state = state.detach().requires_grad_()
-            self.entering[name] = state
+            self.incoming_states[name] = state
         return state
 
     def hand_on(self, name: str, state: Tensor) -> None:
         """Give a state to the next slice."""
         if torch.is_grad_enabled():
-            self.leaving[name] = state
+            self.outgoing_states[name] = state
         else:
             self.memory.states[self.number + 1, name] = state
 
-    def leaving_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def outgoing_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the states that this slice handed on and that have gradients, with these."""
         pairs = []
         gradients = self.memory.state_gradients
-        for name, state in self.leaving.items():
+        for name, state in self.outgoing_states.items():
             key = (self.number + 1, name)
             if key not in gradients:
                 raise SliceOrderError(
@@ -157,14 +157,14 @@ class Slice:
             gradient = gradients.pop(key)
             if state.requires_grad:
                 pairs.append((state, gradient))
-        self.leaving.clear()
+        self.outgoing_states.clear()
         return pairs
 
     def return_gradients(self, gradients: tuple[Tensor, ...]) -> None:
         """Leave the gradients of the states that entered, in their order, for the slice before."""
-        for name, gradient in zip(self.entering, gradients, strict=True):
+        for name, gradient in zip(self.incoming_states, gradients, strict=True):
             self.memory.state_gradients[self.number, name] = gradient
-        self.entering.clear()
+        self.incoming_states.clear()
 
 
 SLICES: Handles[Slice] = Handles()

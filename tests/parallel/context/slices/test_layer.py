@@ -141,7 +141,7 @@ def zero_gradients(name):
     """Return a fault: the gradients of one kind of state do not reach the slice before."""
 
     def return_gradients(piece, gradients):
-        for key, gradient in zip(piece.entering, gradients, strict=True):
+        for key, gradient in zip(piece.incoming_states, gradients, strict=True):
             dropped = torch.zeros_like(gradient) if key == name else gradient
             piece.memory.state_gradients[piece.number, key] = dropped
 
@@ -356,8 +356,8 @@ def test_inner_memory_grows_with_the_slice_not_with_the_sequence():
 
 def slope_of_peak():
     """Return the bytes of each further token, with wide keys and slices of 128 tokens."""
-    wide = {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 16}
-    peaks = [peak_bytes(length, 128, ffn_hidden_size=64, **wide) for length in (1024, 2048)]
+    widths = {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 16}
+    peaks = [peak_bytes(length, 128, ffn_hidden_size=64, **widths) for length in (1024, 2048)]
     return (peaks[1] - peaks[0]) / 1024
 
 

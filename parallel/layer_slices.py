@@ -164,13 +164,17 @@ class _InSlices(torch.autograd.Function):
         layer_pass: LayerPass = ctx.layer_pass
         gradients = ChunkGradients(x, ctx.parameters, ctx.needs_input_grad[1:])
         memory = SliceMemory(states=ctx.states)
-        with gathered_inside(layer_pass.layer.layer, reshard=False):
-            if ctx.has_keys:
-                for piece in layer_pass.slices(x, memory, keys_only=True):
-                    _store_keys(layer_pass, x, piece)
-                memory.has_all_keys = True
-            for piece in reversed(list(layer_pass.slices(x, memory))):
-                _add_gradients(layer_pass, gradients, x, dout, piece)
+        try:
+            with gathered_inside(layer_pass.layer.layer, reshard=False):
+                if ctx.has_keys:
+                    for piece in layer_pass.slices(x, memory, keys_only=True):
+                        _store_keys(layer_pass, x, piece)
+                    memory.has_all_keys = True
+                for piece in reversed(list(layer_pass.slices(x, memory))):
+                    _add_gradients(layer_pass, gradients, x, dout, piece)
+        finally:
+            # A slice that failed is still in its graph, and would keep these tensors alive.
+            memory.clear()
         return None, *gradients.times()
 
 
@@ -184,11 +188,11 @@ def _add_gradients(
         out = layer_pass.run(chunk, piece)
     outputs = [out]
     grads: list[Tensor | None] = [dout[rows]]
-    for state, gradient in piece.leaving_gradients():
+    for state, gradient in piece.outgoing_gradients():
         outputs.append(state)
         grads.append(gradient)
-    entering = list(piece.entering.values())
-    piece.return_gradients(gradients.add_through(rows, chunk, outputs, grads, entering))
+    incoming = list(piece.incoming_states.values())
+    piece.return_gradients(gradients.add_through(rows, chunk, outputs, grads, incoming))
 
 
 def _store_keys(layer_pass: LayerPass, x: Tensor, piece: Slice) -> None:

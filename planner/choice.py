@@ -114,14 +114,15 @@ def with_layout(config: C, cluster: Cluster | None = None) -> C:
 def with_schedule(config: C, cluster: Cluster | None = None) -> C:
     """Replace the schedule ``auto`` of a delta rule's states by the one predicted to be fastest.
 
-    The prediction is for ``cluster``, by default this machine. If no cluster file describes this
-    device, ``auto`` stays, and training then chooses by the longest document
+    ``auto`` stays for layers in slices, which pass no states from rank to rank. The prediction is
+    for ``cluster``, by default this machine. If no cluster file describes this device, ``auto``
+    stays as well, and training then chooses by the longest document
     (parallel/context/linear/segments.py).
     """
     context = config.context
     pp, cp, tp = config.mesh.sizes
     is_chosen = context.delta_rule_schedule != "auto" or context.context_parallel_method == "none"
-    if cp == 1 or not config.delta or is_chosen:
+    if cp == 1 or not config.delta or is_chosen or config.recompute.layer_chunk_size:
         return config
     try:
         cluster = cluster or cluster_of(config)

@@ -132,6 +132,8 @@ def takes_slices(config: AnyConfig) -> bool:
         return False
     if not config.delta:
         return True
+    if config.context.delta_rule_schedule != "auto":
+        return False
     tp = config.mesh.tensor_model_parallel_size
     key_heads = config.model.key_heads // tp
     splits_keys = key_heads % ranks == 0 or ranks % key_heads == 0

@@ -209,15 +209,16 @@ def _slice_seconds(
     launches = slices.launch_seconds(layer_seconds, cluster)
     launches += slices.latency_seconds(cluster, arrangement.tp)
     keys = slices.key_seconds(work.hidden, cluster)
-    sums = slices.sum_seconds(cluster)
+    tiles = slices.tile_seconds(cluster) + slices.sum_seconds(cluster)
     if work.window is not None:
         windowed = replace(slices, plan=plan.windowed(work.window))
         share = work.windowed_layers / work.layers
-        sums = share * windowed.sum_seconds(cluster) + (1 - share) * sums
+        of_window = windowed.tile_seconds(cluster) + windowed.sum_seconds(cluster)
+        tiles = share * of_window + (1 - share) * tiles
     with_keys = 1.0
     if work.delta is not None:
         with_keys = work.softmax_layers / work.layers
-    return launches + with_keys * (keys + sums)
+    return launches + with_keys * (keys + tiles)
 
 
 def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:

@@ -130,6 +130,8 @@ CONTRADICTIONS = """
     --layer-chunk-size 16 --recompute-granularity full --model-type linear_transformer
     --layer-chunk-size 16 --recompute-granularity full --context-parallel-layout zigzag
     --layer-chunk-size 16 --recompute-granularity full --compile
+    --layer-chunk-size 16 --recompute-granularity full --model-type qwen3_5 \
+--delta-rule-schedule chain
 """
 """Others, with a message of their own, are in ``tests/train/config``."""
 

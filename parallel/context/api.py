@@ -38,8 +38,8 @@ class ContextParallel:
     """
 
     positions: Tensor
-    """Ascending global positions of this rank's tokens: int64 ``[T_local]``; positions from
-    ``plan.seq_len`` on are padding.
+    """Global positions of this rank's tokens: int64 ``[T_local]``; positions from ``plan.seq_len``
+    on are padding. They ascend, except in slices under tensor parallelism.
     """
     handle: PlanHandle
     """Handle of the plan. A model passes it to ``attend`` or ``attend_linear``, which accept
@@ -129,7 +129,9 @@ class ContextParallel:
             plan = self.plan if window is None else self.plan.windowed(window)
             if geometry.options.slice_len:
                 for first, end in slice_bounds(geometry.local_len, geometry.options.slice_len):
-                    plan.slice_tiles(first * geometry.size, end * geometry.size)
+                    bounds = (first * geometry.size, end * geometry.size)
+                    plan.slice_tiles(*bounds)
+                    plan.slice_tiles(*bounds, geometry.options.slice_len * geometry.size)
             elif plan.sparse:
                 plan.schedule(self._rank)
                 plan.schedule(self._rank, plan.sparse_moves)
@@ -179,10 +181,12 @@ class ContextParallel:
 
         Collective; no gradient.
         """
-        if self.plan.size == 1:
+        shards = [x.detach()]
+        if self.plan.size > 1:
+            shards = [torch.empty_like(x) for _ in range(self.plan.size)]
+            dist.all_gather(shards, x.detach().contiguous(), group=self.group)
+        elif not self.plan.geometry.layout.needs_slices:
             return x.narrow(dim, 0, self.plan.seq_len)
-        shards = [torch.empty_like(x) for _ in range(self.plan.size)]
-        dist.all_gather(shards, x.detach().contiguous(), group=self.group)
         positions = torch.cat([self.plan.positions(rank) for rank in range(self.plan.size)])
         joined = torch.cat(shards, dim)
         ordered = torch.empty_like(joined).index_copy_(dim, positions.to(x.device), joined)
@@ -216,6 +220,11 @@ class ContextParallel:
                 fit; or a decay is outside (0, 1].
         """
         geometry = self.plan.geometry
+        if geometry.options.slice_len:
+            raise ContextError(
+                "attend_linear: the plan's tokens lie in slices, but linear attention takes whole "
+                "sequences; make the plan without slice_len"
+            )
         handle = mask or self.handle
         geometry.method.check_kind("attend_linear", "linear attention", LINEAR_METHODS)
         if q.shape[1] != self.plan.local_len:
@@ -252,7 +261,7 @@ class ContextParallel:
     def _without_padding(self, x: Tensor) -> Tensor:
         """Return x ``[B, T_local, H, D]`` with ones in padding, which then has no gradient.
 
-        Padding lies at the end of a rank's tokens, since positions ascend.
+        Padding lies at the end of a rank's tokens, since positions ascend without slices.
         """
         if not self._padding:
             return x

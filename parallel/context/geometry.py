@@ -22,6 +22,7 @@ from parallel.context.layout import (
     PLACEMENTS,
     ContextError,
     Layout,
+    check_slices,
     padded_length,
     place_of_ranks,
 )
@@ -92,7 +93,12 @@ class PlanOptions:
         if method.states:
             self._check_state_method(method.name)
         self._check_choices(method)
-        layout = method.layout(causal) if self.layout == "auto" else self.layout
+        layout = method.layout(causal)
+        if self.slice_len:
+            layout = "contiguous" if "contiguous" in method.layouts else layout
+            check_slices(self.slice_len, causal, self.layout, ("auto", layout))
+        elif self.layout != "auto":
+            layout = self.layout
         return replace(self, ulysses_degree=degree, layout=layout)
 
     def _check_minimum(self, seq_len: int, size: int) -> None:
@@ -203,9 +209,10 @@ class Geometry:
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
-        """Return the ascending global positions of ``rank``: int64 ``[local_len]``.
+        """Return the global positions of ``rank``: int64 ``[local_len]``.
 
-        Positions of ``seq_len`` and above are padding.
+        They ascend, except in slices under tensor parallelism (``Layout.positions``). Positions of
+        ``seq_len`` and above are padding.
         """
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 

@@ -1,9 +1,10 @@
 """Layouts (which rank owns which tokens) and masks (which tokens a query sees).
 
 A layout is a bijection between (rank, local index) and global position; each rank's positions
-ascend. It alone decides which tokens, labels and position ids a rank gets. With teams of C ranks,
-tokens are assigned to the P / C teams instead of to ranks, and each member holds a 1 / C slice of
-its team's positions, so that an all-gather in a team yields ascending positions.
+ascend, except in slices under tensor parallelism. It alone decides which tokens, labels and
+position ids a rank gets. With teams of C ranks, tokens are assigned to the P / C teams instead of
+to ranks, and each member holds a 1 / C slice of its team's positions, so that an all-gather in a
+team yields ascending positions.
 
 A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides
 only, never with one number per token, so a plan for a million tokens is as quick to make as one for
@@ -85,6 +86,11 @@ class Layout:
     def stride(self) -> int:
         """Step between the positions of a ``Stride``."""
         return self.size // self.team_size if self.name == "striped" else 1
+
+    @property
+    def needs_slices(self) -> bool:
+        """True if only slices can be attended to: a rank's tokens do not follow one another."""
+        return self.slice_len > 0 and (self.size > 1 or self.slice_parts > 1)
 
     def strides(self, rank: int) -> tuple[Stride, ...]:
         """Return the ascending strides of ``rank``.
@@ -180,6 +186,24 @@ Reach = tuple[int | None, int | None]
 """Pair (behind, ahead): the query at position p sees keys p - behind to p + ahead of its document;
 None means all.
 """
+
+
+def check_slices(slice_len: int, causal: bool, layout: str, layouts: tuple[str, ...]) -> None:
+    """Check that a sequence can be taken in slices, in which the ranks have equal blocks."""
+    if slice_len < 0:
+        raise ContextError(
+            f"slice_len is {slice_len}; it must be 1 or more, or 0 for whole sequences"
+        )
+    if not causal:
+        raise ContextError(
+            f"slice_len is {slice_len}, but attention is full, so the first slice would "
+            "need the keys of the last; use slice_len 0"
+        )
+    if layout not in layouts:
+        raise ContextError(
+            f"context_parallel_layout is {layout!r} with slice_len {slice_len}, but "
+            "the ranks share each slice in blocks; use auto, or slice_len 0"
+        )
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from parallel.context.methods.base import Ranks, Round
 from parallel.context.sparse.balanced import ArcLayout
 from parallel.context.sparse.flow import Flow, PiecesOf
 from parallel.context.sparse.schedule import RankRound, rank_schedule
-from parallel.context.tiles import Piece, pieces, tiles
+from parallel.context.tiles import Piece, cut_columns, pieces, tiles
 from parallel.context.traffic import (
     Cost,
     Moves,
@@ -124,9 +124,10 @@ class Plan:
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
-        """Return the ascending global positions of ``rank``: int64 ``[local_len]``.
+        """Return the global positions of ``rank``: int64 ``[local_len]``.
 
-        Positions of ``seq_len`` and above are padding.
+        They ascend, except in slices under tensor parallelism (``Layout.positions``). Positions of
+        ``seq_len`` and above are padding.
         """
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
@@ -250,11 +251,15 @@ class Plan:
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     @kept_in_object
-    def slice_tiles(self, first: int, end: int) -> tuple[Tile, ...]:
+    def slice_tiles(self, first: int, end: int, columns: int | None = None) -> tuple[Tile, ...]:
         """Return the tiles of queries ``first`` to ``end`` and the keys up to ``end``.
 
         Positions are global. Rows count from ``first``, columns from the first position. The tiles
         begin at the first key that one of the queries sees.
+
+        Args:
+            columns: maximum number of keys in a FULL tile, since a kernel makes gradients of all
+                keys of a tile; None for any number.
         """
         document = bisect_right(self.boundaries, first)
         low = self.boundaries[document - 1] if document else 0
@@ -264,7 +269,8 @@ class Plan:
         queries = pieces([Stride(first, end - first)], 1, self.boundaries)
         keys = pieces([Stride(low, end - low)], 1, self.boundaries)
         keys = [piece._replace(offset=piece.start) for piece in keys]
-        return tiles(queries, keys, 1, self.mask.reach)
+        whole = tiles(queries, keys, 1, self.mask.reach)
+        return whole if columns is None else cut_columns(whole, columns)
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
         """Return the distinct sets among the pieces of each place's peers.

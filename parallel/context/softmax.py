@@ -148,7 +148,7 @@ class SoftmaxAttention:
     def _check_keys(self, k: Tensor, v: Tensor, length: int | None = None) -> None:
         if length is None:
             length = self._geometry.local_len
-            if self._geometry.options.slice_len and self._geometry.layout.size > 1:
+            if self._geometry.layout.needs_slices:
                 raise ContextError(
                     "attend: the plan's tokens lie in slices, but the mask is no slice; pass a "
                     "Slice, or make the plan without slice_len"

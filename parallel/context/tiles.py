@@ -110,6 +110,19 @@ def tiles(
     )
 
 
+def cut_columns(whole: Iterable[Tile], columns: int) -> tuple[Tile, ...]:
+    """Return the tiles with FULL ones cut into parts of at most ``columns`` keys."""
+    parts: list[Tile] = []
+    for tile in whole:
+        if tile.kind != FULL:
+            parts.append(tile)
+            continue
+        end = tile.k.stop
+        for first in range(tile.k.start, end, columns):
+            parts.append(tile._replace(k=slice(first, min(first + columns, end))))
+    return tuple(parts)
+
+
 def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]:
     """Return the tiles of two pieces of one document, in local indices.
 

@@ -6,11 +6,10 @@ gradients (parallel/context/slices). A layer with a state hands it on from slice
 
 Compared with ``full`` recomputation of the whole layer, keys and values are computed once more in
 the backward pass; each slice launches the layer's kernels anew, and adds the gradients of all keys
-that it sees to their sums in memory.
+that it sees to their sums in memory. Backward, the keys of each earlier slice are a tile.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
@@ -63,14 +62,11 @@ class SliceCost:
     def attention_bytes(self) -> float:
         """Return the bytes of a slice's attention backward, beside the keys and their sums.
 
-        A kernel returns the gradients of a tile: of a slice's queries, and of the keys that it
-        sees. They are added to sums in float32, those of the queries too.
+        A kernel returns the gradients of a tile: of a slice's queries, and of as many keys. They
+        are added to sums in float32, those of the queries too.
         """
-        sizes = self.sizes
         share = self.length / self.plan.local_len
-        wide_queries = sizes.gradient("queries") * share
-        queries = wide_queries * sizes.element_size / sizes.wide
-        return wide_queries + queries + sizes.payload("kv") * self._longest_reach
+        return sum(self._query_gradients) + self.sizes.payload("kv") * share
 
     def state_bytes(self, delta: DeltaShape) -> float:
         """Return the bytes of states that slices of a layer leave for the backward pass.
@@ -83,12 +79,11 @@ class SliceCost:
         return self.count * sizes.batch * (sizes.wide * delta.state + inputs)
 
     @property
-    def _longest_reach(self) -> float:
-        """Share of all keys that the largest tile has: the longest document's, before its slice."""
-        starts = (0, *self.plan.boundaries, self.plan.seq_len)
-        longest = max(end - start for start, end in pairwise(starts))
-        ranks = self.plan.size
-        return max(longest - ranks * self.length, ranks * self.length) / self.plan.seq_len
+    def _query_gradients(self) -> tuple[float, float]:
+        """Bytes of the gradients of a slice's queries, as sums and as a kernel returns them."""
+        sizes = self.sizes
+        sums = sizes.gradient("queries") * self.length / self.plan.local_len
+        return sums, sums * sizes.element_size / sizes.wide
 
     def key_seconds(self, hidden: int, cluster: Cluster) -> float:
         """Return the seconds to compute the keys and values of all tokens once more."""
@@ -98,15 +93,16 @@ class SliceCost:
         return 2 * tokens * hidden * width / cluster.products_flops_per_s
 
     def sum_seconds(self, cluster: Cluster) -> float:
-        """Return the seconds to add all slices' gradients of keys to their sums in memory.
+        """Return the seconds to add the gradients of all tiles to their sums in memory.
 
         A kernel writes a gradient, and the sum is read and written: each of the two in its dtype.
         """
         if not cluster.memory_gb_per_s:
             return 0.0
         sizes = self.sizes
-        moved = 2 * sizes.payload("kv") + 2 * sizes.gradient("kv")
-        return self.count * moved * self._mean_reach / cluster.memory_bytes_per_s
+        keys = self.count * self._mean_reach * (sizes.payload("kv") + sizes.gradient("kv"))
+        queries = self._backward_tiles * sum(self._query_gradients)
+        return 2 * (keys + queries) / cluster.memory_bytes_per_s
 
     @property
     def _mean_reach(self) -> float:
@@ -115,6 +111,14 @@ class SliceCost:
         pairs = plan.work().pairs.sum() / plan.size  # every rank has all tokens, for its heads
         keys = pairs / plan.seq_len + plan.size * self.length / 2
         return min(1.0, float(keys) / plan.seq_len)
+
+    @property
+    def _backward_tiles(self) -> float:
+        """Number of tiles of all slices' backward: each has as many keys as a slice.
+
+        n slices of one document have n (n + 1) / 2.
+        """
+        return max(self.count, self.count * self._mean_reach * self.plan.local_len / self.length)
 
     def latency_seconds(self, cluster: Cluster, tp: int) -> float:
         """Return the seconds that the exchanges of all slices but the first take to begin."""
@@ -129,15 +133,22 @@ class SliceCost:
     def launch_seconds(self, layer_seconds: float, cluster: Cluster) -> float:
         """Return the seconds that launches add to a layer's passes over one micro-batch.
 
-        Every slice has a tile of earlier keys and one of its own, forward twice and backward. A GPU
-        computes while the next kernels are launched, so the other launches count only if they take
-        longer than computing; on a CPU they count in full.
+        A GPU computes while the next kernels are launched, so launches count only if they take
+        longer than computing; on a CPU they count in full. Those of tiles are not included.
 
         Args:
             layer_seconds: seconds of computing in all passes of the layer.
         """
-        tiles = 3 * 2 * (self.count - 1) * cluster.launch_us * MICRO
         launches = LAUNCHES * self.count * cluster.launch_us * MICRO / PER_TILE
         if cluster.device == "cpu":
-            return tiles + launches
-        return tiles + max(0.0, launches - layer_seconds)
+            return launches
+        return max(0.0, launches - layer_seconds)
+
+    def tile_seconds(self, cluster: Cluster) -> float:
+        """Return the seconds that the tiles of all slices but the first take to begin.
+
+        Forward, twice, such a slice has a tile of earlier keys and one of its own; backward, one
+        for each slice of earlier keys.
+        """
+        tiles = 2 * 2 * (self.count - 1) + self._backward_tiles - 1
+        return tiles * cluster.launch_us * MICRO

@@ -9,7 +9,17 @@ from parallel.data import DataParallelConfig, Strategy
 from parallel.mesh import distributed_mesh
 from parallel.recompute import RecomputeConfig
 from runtime.ranks import run_ranks
-from tests.parallel.split import check_step, config, mesh_config, plain, split_step, whole_step
+from tests.parallel.pipeline.test_schedule import ONE_F_ONE_B, compare, llama
+from tests.parallel.pipeline.test_schedule import steps as pipeline_steps
+from tests.parallel.split import (
+    GRADIENT,
+    check_step,
+    config,
+    mesh_config,
+    plain,
+    split_step,
+    whole_step,
+)
 
 SLICES = RecomputeConfig(recompute_granularity="full", layer_chunk_size=4, loss_chunk_size=5)
 """17 tokens are padded; the last slice is shorter."""
@@ -67,6 +77,22 @@ def test_activations_on_the_host():
 @pytest.mark.parametrize(("ranks", "cp", "tp"), [(4, 2, 2), (4, 4, 1), (4, 2, 1), (4, 1, 2)])
 def test_meshes_of_four_ranks(ranks, cp, tp):
     check(ranks, cp, tp)
+
+
+def pipelined_steps(rank, world_size, models, sizes):
+    """Return the step of each model in pipeline stages, in slices."""
+    cases = [(model_config, ONE_F_ONE_B, "zero1", sizes, SLICES) for model_config in models]
+    return pipeline_steps(rank, world_size, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["tensor_model", "context"])
+def test_pipeline_stages(part):
+    models = [llama(tied=True), config(**{**DELTA, "num_layers": 5})]
+    sizes = {"pipeline_model_parallel_size": 2, f"{part}_parallel_size": 2}
+    results = run_ranks(pipelined_steps, 4, models, sizes)
+    for model_config, of_ranks in zip(models, zip(*results, strict=True), strict=True):
+        assert compare(of_ranks, model_config) < GRADIENT
 
 
 @pytest.mark.slow

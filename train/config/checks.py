@@ -125,6 +125,14 @@ def _check_slices(config: CommonConfig) -> None:
     layout = config.context.context_parallel_layout
     head_chunks = config.context.ulysses_head_chunks
 
+    schedule = config.context.delta_rule_schedule
+    shares = []
+    if sequences > 1:
+        shares.append(f"the {sequences} sequences of a micro-batch")
+    if tp > 1:
+        shares.append(f"{tp} tensor-parallel ranks")
+    sharing = " and ".join(shares)
+
     without = "leave out --layer-chunk-size"
     refusals = [
         (
@@ -140,6 +148,12 @@ def _check_slices(config: CommonConfig) -> None:
             method == "none",
             "context_parallel_method is none, and torch's SDPA takes whole sequences; choose a "
             "method (any runs on one process)",
+        ),
+        (
+            ranks > 1 and method == "auto",
+            "context_parallel_method is auto, which may choose a method that sends the keys of "
+            "earlier slices again for each slice; use --context-parallel-method ulysses, with "
+            f"which they stay on their rank, or {without}",
         ),
         (
             ranks > 1 and method != "ulysses",
@@ -169,9 +183,13 @@ def _check_slices(config: CommonConfig) -> None:
         ),
         (
             size % (sequences * tp),
-            f"it must be a multiple of {sequences * tp}, since the {sequences} sequences of a "
-            f"micro-batch and {tp} tensor-parallel ranks share a slice; nearest that works: "
-            f"{max(1, round(size / (sequences * tp))) * sequences * tp}",
+            f"it must be a multiple of {sequences * tp}, since {sharing} share a slice; nearest "
+            f"that works: {max(1, round(size / (sequences * tp))) * sequences * tp}",
+        ),
+        (
+            config.delta and schedule != "auto",
+            f"delta_rule_schedule is {schedule}, and ranks that share a slice pass no states on; "
+            "leave out --delta-rule-schedule",
         ),
     ]
     for is_refused, reason in refusals:

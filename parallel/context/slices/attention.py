@@ -138,7 +138,7 @@ def _backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...
     assert memory.keys is not None
 
     first, end = piece.positions(len(exchange.ranks))
-    tiles = plan.slice_tiles(first, end)
+    tiles = plan.slice_tiles(first, end, piece.length * len(exchange.ranks))
     sums = memory.gradient_sums()
     dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     rows = Rows(q, dout, out, lse)

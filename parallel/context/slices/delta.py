@@ -106,15 +106,15 @@ class SliceDelta:
         # The rows before this rank's tokens, and those before the next slice: the last ones of all
         # rows that come before.
         ends = x[:, max(0, length - count) :]
-        of_ranks = _RowsOfRanks.apply(ends, exchange) if ranks > 1 else ends[None]
-        before = [x.new_zeros(x.shape[0], count, x.shape[2])]
+        ends_by_rank = _RowsOfRanks.apply(ends, exchange) if ranks > 1 else ends[None]
+        parts = [x.new_zeros(x.shape[0], count, x.shape[2])]
         if mask.number:
-            before.append(mask.take(ROWS))
-        every = torch.cat((*before, *of_ranks), 1)
+            parts.append(mask.take(ROWS))
+        halo = torch.cat((*parts, *ends_by_rank), 1)
         if mask.end < mask.total:
-            mask.hand_on(ROWS, every[:, every.shape[1] - count :])
-        rest = (ranks - rank) * ends.shape[1]
-        rows = every[:, : every.shape[1] - rest][:, -count:] if count else every[:, :0]
+            mask.hand_on(ROWS, halo[:, halo.shape[1] - count :])
+        later = (ranks - rank) * ends.shape[1]
+        rows = halo[:, : halo.shape[1] - later][:, -count:] if count else halo[:, :0]
 
         start = mask.positions(ranks)[0] + rank * length
         rows = _of_document(rows, start - _document_start(plan, start))
@@ -125,7 +125,8 @@ class SliceDelta:
         return PLANS[handle.tensor]
 
     def _on_whole(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        if len(self._exchange.ranks) > 1:
+        layout = PLANS[self._handle.tensor].geometry.layout
+        if layout.needs_slices or layout.size > 1:
             raise ContextError(
                 "attend_delta: the plan's tokens lie in slices, but the mask is no slice; pass a "
                 "Slice, or make the plan without slice_len"
@@ -152,10 +153,10 @@ def _document_start(plan: Plan, position: int) -> int:
 
 def _of_document(rows: Tensor, count: int) -> Tensor:
     """Return rows ``[B, R, X]`` with zeros before the last ``count``, those of a document."""
-    others = rows.shape[1] - count
-    if others <= 0:
+    padding = rows.shape[1] - count
+    if padding <= 0:
         return rows
-    return torch.cat((torch.zeros_like(rows[:, :others]), rows[:, others:]), 1)
+    return torch.cat((torch.zeros_like(rows[:, :padding]), rows[:, padding:]), 1)
 
 
 class _RowsOfRanks(torch.autograd.Function):
@@ -170,6 +171,6 @@ class _RowsOfRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        of_ranks = exchange.transport.exchange(gradient, exchange.ranks)
-        total = of_ranks.sum(0, dtype=accum_dtype(gradient.dtype))
+        gradients = exchange.transport.exchange(gradient, exchange.ranks)
+        total = gradients.sum(0, dtype=accum_dtype(gradient.dtype))
         return total.to(gradient.dtype), None

@@ -72,6 +72,13 @@ class SliceMemory:
             )
         return self.key_gradients
 
+    def clear(self) -> None:
+        """Drop all tensors, at the end of a backward pass or after an error in it."""
+        self.states = {}
+        self.state_gradients = {}
+        self.keys = None
+        self.key_gradients = None
+
     def check_order(self, number: int, count: int) -> None:
         """Note that slice ``number`` of ``count`` runs back.
 
@@ -106,10 +113,15 @@ class Slice:
     keys_only: bool = False
     """True if only the keys and values are needed; ``KeysStoredError`` then ends the forward pass.
     """
-    entering: dict[str, Tensor] = field(default_factory=dict)
+    incoming_states: dict[str, Tensor] = field(default_factory=dict)
     """States that this slice took in a pass with gradients."""
-    leaving: dict[str, Tensor] = field(default_factory=dict)
+    outgoing_states: dict[str, Tensor] = field(default_factory=dict)
     """States that this slice handed on in a pass with gradients."""
+
+    @property
+    def length(self) -> int:
+        """Number of this rank's tokens in every slice but a shorter last one."""
+        return self.first // self.number if self.number else self.end
 
     def positions(self, ranks: int) -> tuple[int, int]:
         """Return the slice's first position, and the one after its last, over ``ranks`` ranks."""
@@ -120,21 +132,21 @@ class Slice:
         state = self.memory.states[self.number, name]
         if torch.is_grad_enabled():
             state = state.detach().requires_grad_()
-            self.entering[name] = state
+            self.incoming_states[name] = state
         return state
 
     def hand_on(self, name: str, state: Tensor) -> None:
         """Give a state to the next slice."""
         if torch.is_grad_enabled():
-            self.leaving[name] = state
+            self.outgoing_states[name] = state
         else:
             self.memory.states[self.number + 1, name] = state
 
-    def leaving_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def outgoing_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the states that this slice handed on and that have gradients, with these."""
         pairs = []
         gradients = self.memory.state_gradients
-        for name, state in self.leaving.items():
+        for name, state in self.outgoing_states.items():
             key = (self.number + 1, name)
             if key not in gradients:
                 raise SliceOrderError(
@@ -145,14 +157,14 @@ class Slice:
             gradient = gradients.pop(key)
             if state.requires_grad:
                 pairs.append((state, gradient))
-        self.leaving.clear()
+        self.outgoing_states.clear()
         return pairs
 
     def return_gradients(self, gradients: tuple[Tensor, ...]) -> None:
         """Leave the gradients of the states that entered, in their order, for the slice before."""
-        for name, gradient in zip(self.entering, gradients, strict=True):
+        for name, gradient in zip(self.incoming_states, gradients, strict=True):
             self.memory.state_gradients[self.number, name] = gradient
-        self.entering.clear()
+        self.incoming_states.clear()
 
 
 SLICES: Handles[Slice] = Handles()

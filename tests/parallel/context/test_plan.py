@@ -311,6 +311,10 @@ REFUSED = """
     exchange 6 {"ranks_per_node": 4} | _ranks_per_node .* nodes of 4 .* exchange.*: 1, 2, 3, 6$
     double_ring 12 {"ranks_per_node": 6, "ulysses_degree": 4} | is 6, \
 but it must be a multiple of ulysses_degree 4
+    ulysses 2 {"slice_len": -4} | slice_len is -4; it must be 1 or more
+    ulysses 2 {"slice_len": 4, "causal": False} | slice_len is 4, but attention is full
+    ulysses 2 {"slice_len": 4, "layout": "zigzag"} | _layout is 'zigzag' with slice_len 4
+    striped 1 {"slice_len": 4, "layout": "contiguous"} | use one of auto, striped$
     lasp 2 {"causal": False} | lasp does not support a full mask
     lasp 2 {"ulysses_degree": 2} | ulysses_degree is 2, but method lasp .*use ulysses_degree 1
     lasp 4 {"team_size": 2} | lasp has no teams

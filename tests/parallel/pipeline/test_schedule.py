@@ -15,7 +15,7 @@ from parallel.pipeline import schedule
 from parallel.pipeline.schedule import PipelineRunner
 from parallel.pipeline.stages import PipelineConfig
 from runtime.ranks import run_ranks
-from tests.parallel.split import GRADIENT, LOSS, config, context, data, own_batch, whole_step
+from tests.parallel.split import GRADIENT, LOSS, PLAIN, config, context, data, own_batch, whole_step
 from tests.parallel.test_strategies import recorded
 from tests.parallel.tiny import full
 from tests.train.tiny import TinyTask
@@ -50,7 +50,7 @@ def gpt(tied):
 
 
 @contextmanager
-def built(model, pipeline, strategy, bf16=False, **sizes):
+def built(model, pipeline, strategy, bf16=False, recompute=PLAIN, **sizes):
     """A mesh, this rank's parts, what runs them, and its micro-batches of one sequence each."""
     mesh_config = MeshConfig(device="cpu", **sizes)
     run = Config(
@@ -58,13 +58,16 @@ def built(model, pipeline, strategy, bf16=False, **sizes):
         mesh=mesh_config,
         pipeline=pipeline,
         data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy),
+        recompute=recompute,
         train=TrainConfig(
             seq_length=17, micro_batch_size=1, global_batch_size=4, seed=SEED, bf16=bf16
         ),
     )
     with distributed_mesh(mesh_config) as mesh:
         method = "lasp" if model.linear_attention else "zigzag"
-        cp, attend = context(mesh, model, method)
+        if recompute.layer_chunk_size:
+            method = "ulysses"
+        cp, attend = context(mesh, model, method, recompute=recompute)
         task = TinyTask(run, mesh, cp, attend)
         parts = task.build_parts()
         runner = task.build_runner(parts)
@@ -76,13 +79,14 @@ def built(model, pipeline, strategy, bf16=False, **sizes):
         yield mesh, parts, runner, batches
 
 
-def step(rank, world_size, model, pipeline, strategy, sizes):
+def step(rank, world_size, model, pipeline, strategy, sizes, recompute=PLAIN):
     """The loss of evaluation and of training summed over tokens, the weights, the gradients.
 
     The gradients are those of this rank's stages.
     """
     valid = int((data()[1] != -100).sum())
-    with built(model, pipeline, strategy, **sizes) as (mesh, parts, runner, batches):
+    with built(model, pipeline, strategy, recompute=recompute, **sizes) as run:
+        mesh, parts, runner, batches = run
         weights = {name: full(p) for part in parts for name, p in part.named_parameters()}
         loss = runner.forward_backward(batches, valid)
         for part in parts:

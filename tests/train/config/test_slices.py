@@ -9,7 +9,8 @@ ROWS = """
 1 16 --context-parallel-method none | context_parallel_method is none, and torch's SDPA | \
 any runs on one process
 2 16 --context-parallel-size 2 | context_parallel_method is striped, which would send | ulysses
-2 16 --context-parallel-size 2 --context-parallel-method auto | method is auto | ulysses
+2 16 --context-parallel-size 2 --context-parallel-method auto | method is auto, which may choose | \
+ulysses
 2 16 --context-parallel-size 2 --context-parallel-method ulysses --ulysses-head-chunks 2 | \
 ulysses_head_chunks is 2 | leave out one
 1 16 --context-parallel-method ulysses --context-parallel-layout zigzag | \
@@ -17,8 +18,12 @@ context_parallel_layout is zigzag | leave out
 16 16 --context-parallel-size 16 --context-parallel-method ulysses | ulysses_degree is 16 with 8
 1 16 --model-type transnormer | model_type transnormer has linear attention | leave out
 1 16 --compile | compile is set, and a compiled layer cannot end early | leave out one
-1 18 --micro-batch-size 4 --global-batch-size 4 | multiple of 4 | nearest that works: 16
-2 17 --tensor-model-parallel-size 2 | multiple of 2 | nearest that works: 16
+1 18 --micro-batch-size 4 --global-batch-size 4 | \
+multiple of 4, since the 4 sequences of a micro-batch share | nearest that works: 16
+2 17 --tensor-model-parallel-size 2 | multiple of 2, since 2 tensor-parallel ranks share | \
+nearest that works: 16
+2 16 --model-type qwen3_5 --context-parallel-size 2 --context-parallel-method ulysses \
+--delta-rule-schedule chain | delta_rule_schedule is chain, and ranks | leave out --delta-rule
 8 16 --model-type qwen3_5 --context-parallel-size 8 --context-parallel-method ulysses \
 --linear-num-key-heads 3 --linear-num-value-heads 3 | layer_chunk_size is 16, with which | 3 key
 """

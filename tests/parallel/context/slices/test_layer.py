@@ -8,6 +8,9 @@ import torch
 from bench.memory import watch_cpu
 from model.parts.rotary import Rotary
 from parallel import layer_slices
+from parallel.context import context_parallel
+from parallel.context.layout import ContextError
+from parallel.context.plan import Plan
 from parallel.context.slices import delta
 from parallel.context.slices.layer import Slice, SliceMemory, SliceOrderError
 from runtime.ranks import run_ranks
@@ -43,6 +46,7 @@ MODELS |= {
     "gpt tied": tied(scaled(GPT)),
     "kimi delta attention": scaled(KDA),
 }
+MODELS["llama adapters of queries"] = scaled(LLAMA, lora_rank=2, lora_target=("wq",))
 
 
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])
@@ -99,7 +103,12 @@ def test_ranks_that_split_the_heads_share_every_slice_and_send_no_more(ranks):
                 assert ratio == 1
 
 
-DELTA_RANKED = [("qwen3_5", None), ("qwen3_5", PACKED), ("olmo_hybrid", PACKED)]
+DELTA_RANKED = [
+    ("qwen3_5", None),
+    ("qwen3_5", PACKED),
+    ("olmo_hybrid", PACKED),
+    ("kimi delta attention", PACKED),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -109,11 +118,30 @@ def test_ranks_that_split_the_heads_of_a_delta_rule(ranks):
             assert all(difference < EXACT for difference, _ in results), (name, documents)
 
 
+def test_ranks_that_split_the_heads_of_a_frozen_model():
+    for results in run_ranks(on_ranks, 2, "llama adapters of queries", None, (6, 4, 1)):
+        assert all(difference < EXACT for difference, _ in results)
+
+
+def without_rows_of_ranks(rank, world_size):
+    """Return the difference if the convolution's rows give other ranks no gradient: a fault."""
+    group = torch.distributed.group.WORLD
+    whole, _ = step(MODELS["qwen3_5"], granularity="none")
+    zero = staticmethod(lambda ctx, gradient: (torch.zeros_like(gradient[0]), None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta._RowsOfRanks, "backward", zero)
+        return furthest(step(MODELS["qwen3_5"], 6, group=group)[0], whole)
+
+
+def test_a_fault_between_ranks_is_noticed():
+    assert min(run_ranks(without_rows_of_ranks, 2)) > 1e-3
+
+
 def zero_gradients(name):
     """Return a fault: the gradients of one kind of state do not reach the slice before."""
 
     def return_gradients(piece, gradients):
-        for key, gradient in zip(piece.entering, gradients, strict=True):
+        for key, gradient in zip(piece.incoming_states, gradients, strict=True):
             dropped = torch.zeros_like(gradient) if key == name else gradient
             piece.memory.state_gradients[piece.number, key] = dropped
 
@@ -254,9 +282,50 @@ def test_without_gradients_the_layers_run_in_slices_too(monkeypatch):
     assert abs(in_slices["loss"] - whole["loss"]) < EXACT * whole["loss"]
 
 
-def peak_bytes(length, size):
+def test_an_error_in_a_backward_pass_leaves_no_keys_or_states(monkeypatch):
+    slices = []
+    run = layer_slices.LayerPass.run
+
+    def failing(layer_pass, chunk, piece):
+        out = run(layer_pass, chunk, piece)
+        if torch.is_grad_enabled():
+            slices.append(piece)
+            if len(slices) == 3:
+                raise ArithmeticError
+        return out
+
+    monkeypatch.setattr(layer_slices.LayerPass, "run", failing)
+    with pytest.raises(ArithmeticError):
+        step(MODELS["qwen3_5"], 5)
+    for piece in slices:
+        memory = piece.memory
+        tensors = (memory.keys, memory.key_gradients, memory.states, memory.state_gradients)
+        assert not any(tensors)
+
+
+def test_a_call_without_a_slice_is_refused_where_slices_order_the_tokens():
+    """Two tensor-parallel ranks of one process: positions 0, 1, 4, 5, 2, 3, 6, 7."""
+    cp = context_parallel("ulysses", seq_len=8, group=None, slice_len=4, multiple=2)
+    assert cp.positions.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    x = torch.randn(1, 8, 2, 16)
+    assert torch.equal(cp.unshard(cp.shard(x, 1), 1), x)
+    rule = cp.delta_of_slices(lambda *_: pytest.fail("the rule of whole sequences"))
+    gates = x[..., 0]
+    for call in (
+        lambda: cp.attend(x, x, x),
+        lambda: cp.attend.prefetch_kv(x, x)(x),
+        lambda: rule(x, x, x, gates, gates),
+    ):
+        with pytest.raises(ContextError, match="pass a Slice"):
+            call()
+    with pytest.raises(ContextError, match="linear attention takes whole sequences"):
+        cp.attend_linear(x, x, x, (0.0, 0.0))
+
+
+def peak_bytes(length, size, **changes):
     """Return the peak of a step in bytes, beyond the weights and their gradients."""
-    config = scaled(LLAMA, num_layers=2, hidden_size=32, ffn_hidden_size=256, vocab_size=8)
+    changes = {"ffn_hidden_size": 256, **changes}
+    config = scaled(LLAMA, num_layers=2, hidden_size=32, vocab_size=8, **changes)
     _, _, loss_sum = prepared(
         config,
         size,
@@ -283,3 +352,23 @@ def test_inner_memory_grows_with_the_slice_not_with_the_sequence():
     larger = [peak_bytes(lengths[-1], size) for size in (256, 512)]
     assert in_slices[-1] < larger[0] < larger[1] < whole[-1]
     assert larger[1] - larger[0] > 1.5 * (larger[0] - in_slices[-1])
+
+
+def slope_of_peak():
+    """Return the bytes of each further token, with wide keys and slices of 128 tokens."""
+    widths = {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 16}
+    peaks = [peak_bytes(length, 128, ffn_hidden_size=64, **widths) for length in (1024, 2048)]
+    return (peaks[1] - peaks[0]) / 1024
+
+
+def test_bytes_of_a_token_are_those_of_the_pages_table(monkeypatch):
+    """In float32, of width 32 with 8 heads of 16; tables of angles, and the other layer's input."""
+    table = 4 * (3 * 32 + 2 * 8 * 16 + 2 * 8 * 16)
+    others = 4 * (32 + 16)
+    assert slope_of_peak() == pytest.approx(table + others, rel=0.05)
+    # A tile of all earlier keys would have their gradients at once.
+    tiles = Plan.slice_tiles
+    monkeypatch.setattr(
+        Plan, "slice_tiles", lambda plan, first, end, _=None: tiles(plan, first, end)
+    )
+    assert slope_of_peak() > 1.3 * (table + others)

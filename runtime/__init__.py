@@ -1,5 +1,5 @@
 """Shared helpers for files, errors that all ranks raise, and processes."""
 
 __version__ = (
-    "0.1.0"  # the only copy: pyproject.toml, --version, checkpoints and the written package read it
+    "0.2.0"  # the only copy: pyproject.toml, --version, checkpoints and the written package read it
 )

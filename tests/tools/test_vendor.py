@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from parallel.context import context_parallel
+from runtime import __version__
 from tests.starts import PATIENCE, ended, free_port
 from tools import vendor
 from tools.common import renaming
@@ -141,7 +142,7 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
     first, again = vendor.package(), vendor.package()
     assert first == again
     origin = json.loads(first[vendor.ORIGIN])
-    assert origin["version"] == "0.1.0"
+    assert origin["version"] == __version__
     assert origin["commit"].encode() in first["__init__.py"]
     assert first["LICENSE"] == (vendor.ROOT / "LICENSE").read_bytes()
     assert not any(

@@ -264,8 +264,12 @@ def test_gradients_of_keys_are_summed_in_float32(monkeypatch):
     in_slices = error(step(MODELS["llama"], 1, dtype=torch.bfloat16)[0])
     assert dtypes == {torch.float32}
     assert in_slices < 2 * whole
+
+    # 24 additions hardly show in this model's error, so the control asks for the dtype alone.
+    dtypes.clear()
     monkeypatch.setattr("parallel.context.slices.layer.accum_dtype", lambda dtype: dtype)
-    assert error(step(MODELS["llama"], 1, dtype=torch.bfloat16)[0]) > in_slices
+    step(MODELS["llama"], 1, dtype=torch.bfloat16)
+    assert dtypes == {torch.bfloat16}
 
 
 def test_without_gradients_the_layers_run_in_slices_too(monkeypatch):

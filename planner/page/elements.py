@@ -33,6 +33,7 @@ FILLS = {
     "attention": Fill("#8db4e2"),
     "linear": Fill("#d7e6f6"),
     "recompute": Fill("#d7e6f6", "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4"),
+    "slices": Fill("#8db4e2", "M0,4 h8 M4,0 v8"),
     "optimizer": Fill("#d7e6f6", "M0,2 h4 M4,6 h4", 4),
     "attention's sends": Fill("#f8c471", "M4,2 v4 M2,4 h4"),
     "tensor parallel": Fill("#fbe3b5", "M0,0 l8,8 M8,0 l-8,8"),

@@ -45,6 +45,11 @@ FORMULAS = {
         "the forward work that the policy repeats in the backward pass",
         "planner/step_cost.py",
     ),
+    "slices": (
+        "launches and tiles at launch_us, keys and values computed once more, and sums of their "
+        "gradients at memory_gb_per_s",
+        "planner/layers/slice_cost.py",
+    ),
     "tensor parallel": (
         "8 all-gathers and reduce-scatters a layer, which computing does not hide",
         "planner/step_cost.py",

@@ -140,6 +140,8 @@ class Step:
             Part("copy", "offload", from_host),
             Part("compute", "recompute", self.turn_seconds("recompute")),
             Part("compute", "linear", self.turn_seconds("linear") - linear),
+            # Some of it is of the forward pass; most, sums and keys made again, is of this one.
+            Part("compute", "slices", self.turn_seconds("slices")),
             *self._attention("backward", computing[1]),
             *shared,
         ]

@@ -35,6 +35,7 @@ SHORT = {
     "attention": "att",
     "linear": "lin",
     "recompute": "rec",
+    "slices": "sl",
     "attention's sends": "send",
     "wait for other stages": "wait",
     "wait for slower ranks": "wait",

@@ -47,6 +47,12 @@ RUNS = {
         f"{LLAMA} --context-parallel-size 4 --context-parallel-method allgather --optimizer muon",
         8,
     ),
+    "slices": (
+        f"{LLAMA} --pipeline-model-parallel-size 2 --context-parallel-size 4 "
+        "--global-batch-size 2 --context-parallel-method ulysses --recompute-granularity full "
+        "--layer-chunk-size 4096",
+        8,
+    ),
     "windows": (
         "--config gemma3_1b --bf16 --seq-length 65536 --vocab-size 262144 "
         "--context-parallel-size 4 --context-parallel-method ring",
@@ -68,7 +74,14 @@ RUNS = {
     ),
     "video": ("--config wallfacer_dit_1b --context-parallel-size 4", 4),
 }
-CAUSES_OF_PASSES = {"attention", "linear", "recompute", "tensor parallel", "pipeline"}
+CAUSES_OF_PASSES = {
+    "attention",
+    "linear",
+    "recompute",
+    "slices",
+    "tensor parallel",
+    "pipeline",
+}
 """Causes of time in the passes of a micro-batch; the others come once in a step."""
 
 

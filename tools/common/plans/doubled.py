@@ -69,6 +69,7 @@ def _column(row: PlanRow, world_size: int) -> dict[str, str]:
     prediction = row.candidate.prediction
     return {
         "processes": f"{world_size:,}",
+        "data-parallel ranks": f"{row.dp:,}",
         "tokens of a sequence": f"{config.sequence_length:,}",
         "sequences of a step": f"{config.train.batch_size(row.dp):,}",
         "plan": described(config),

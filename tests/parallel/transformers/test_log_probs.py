@@ -20,7 +20,8 @@ from tests.parallel.transformers.families import averaged, difference, gradients
 LENGTH = 23
 LENGTHS = (23, 9, 16, 1)
 """Tokens of each padded row; the last has no token to score."""
-BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
+# In float32 the truth is float64's: one process is up to 4e-6 from it, by the processor.
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def rows():

@@ -20,8 +20,11 @@ from tests.parallel.transformers.families import averaged, difference, gradients
 LENGTH = 23
 LENGTHS = (23, 9, 16, 1)
 """Tokens of each padded row; the last has no token to score."""
-# In float32 the truth is float64's: 3.5e-6 away on an AMD EPYC, below 2e-6 on a Xeon.
-BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
+"""Of log-probabilities and entropies, from those of one process in float64."""
+BOUNDS_OF_LOSS = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Of the loss and gradients: ``loss_of`` squares sums over rows, which enlarges rounding. In float32
+one process is 1.0e-6 from float64, and chunks of 3 tokens are 3.5e-6 from it on an AMD EPYC."""
 
 
 def rows():
@@ -200,8 +203,10 @@ def test_log_probs_and_gradients_equal_one_process(world_size):
     cells = CELLS[world_size]
     errors = run_ranks(scored, world_size, cells)[0]
     for index, (way, family, method, dtype) in enumerate(cells):
-        worst = max(errors[3 * index : 3 * index + 3])
-        assert worst < BOUNDS[dtype], (way.__name__, family, method, dtype)
+        log_probs, entropy, loss = errors[3 * index : 3 * index + 3]
+        cell = (way.__name__, family, method, dtype)
+        assert max(log_probs, entropy) < BOUNDS[dtype], cell
+        assert loss < BOUNDS_OF_LOSS[dtype], cell
 
 
 def behind_the_backbone(rank, world_size):

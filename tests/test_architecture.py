@@ -84,7 +84,7 @@ NODES = {
     "papers": 21660,
     "bench": 32025,
     "docs": 3950,
-    "tests": 466900,
+    "tests": 466930,
 }
 """Maximum syntax nodes per folder.
 

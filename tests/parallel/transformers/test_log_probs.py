@@ -21,9 +21,9 @@ LENGTH = 23
 LENGTHS = (23, 9, 16, 1)
 """Tokens of each padded row; the last has no token to score."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-6}
-"""Of log-probabilities and entropies, from those of one process in float64."""
+"""Bounds of log-probabilities and entropies, from those of one process in float64."""
 BOUNDS_OF_LOSS = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Of the loss and gradients: ``loss_of`` squares sums over rows, which enlarges rounding. One
+"""Bounds of the loss and gradients: ``loss_of`` squares sums of rows, which enlarges rounding. One
 process in float32 is 1.0e-6 from float64, chunks of 3 tokens are 3.5e-6 from it on an AMD EPYC."""
 
 

@@ -12,7 +12,7 @@ from parallel.context.executor import Executor
 from parallel.context.layout import ContextError, Window
 from parallel.context.methods import METHODS
 from parallel.context.plan import PlanHandle
-from parallel.context.slices.attention import attend_slice
+from parallel.context.slices.attention import AttendHeads, attend_slice
 from parallel.context.slices.layer import Slice
 from parallel.context.transport import HeadExchange
 
@@ -107,15 +107,8 @@ class SoftmaxAttention:
         """Return the function q -> attention of a slice to its own and earlier slices."""
         self._check_keys(k, v, piece.end - piece.first)
         plan = self._plan if piece.mask is None else piece.mask.tensor
-        attention = attend_slice(
-            self._executor, self._heads, piece, k, v, plan, window, sinks, scale
-        )
-
-        def checked(q: Tensor) -> Tensor:
-            self._check_queries(q, k, sinks)
-            return attention(q)
-
-        return checked
+        attend = attend_slice(self._executor, self._heads, piece, k, v, plan, window)
+        return self._over_heads(k, sinks, scale, attend)
 
     def _bind_keys(
         self,
@@ -133,15 +126,24 @@ class SoftmaxAttention:
         values = ops.tokens_to_heads(self._heads, v)
         prefetch = ops.prefetch_kv(executor, keys, values) if early else None
 
+        def attend(queries: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
+            return ops.context_attention(
+                executor, queries, keys, values, sinks, scale, plan, window, prefetch
+            )
+
+        return self._over_heads(k, sinks, scale, attend)
+
+    def _over_heads(
+        self, k: Tensor, sinks: Tensor | None, scale: float | None, attend: AttendHeads
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function q -> attention that splits the heads of q for ``attend``."""
+
         def attention(q: Tensor) -> Tensor:
             self._check_queries(q, k, sinks)
             local_sinks = None if sinks is None else self._heads.local_heads(sinks)
             factor = q.shape[-1] ** -0.5 if scale is None else scale
-            queries = ops.tokens_to_heads(self._heads, q)
-            out = ops.context_attention(
-                executor, queries, keys, values, local_sinks, factor, plan, window, prefetch
-            )
-            return ops.heads_to_tokens(self._heads, out)
+            queries = ops.tokens_to_heads(self._heads, q)  # [B, U T_local, H / U, D]
+            return ops.heads_to_tokens(self._heads, attend(queries, local_sinks, factor))
 
         return attention
 

@@ -24,10 +24,14 @@ from kernels.attention import (
 from kernels.blocks import Rows, sinks_gradient, with_sinks
 from parallel.context.executor import EXECUTORS, Executor
 from parallel.context.layout import ContextError, Window
-from parallel.context.ops import heads_to_tokens, tokens_to_heads, windowed_plan
+from parallel.context.ops import windowed_plan
 from parallel.context.slices.layer import SLICES, KeysStoredError, Slice
 from parallel.context.transport import HEAD_EXCHANGES, HeadExchange
 from runtime.tensors import accum_dtype, differentiable
+
+AttendHeads = Callable[[Tensor, Tensor | None, float], Tensor]
+"""Attention of a rank's heads: queries ``[B, U N, H / U, D]``, sinks ``[H / U]`` and the factor of
+the scores -> output like the queries."""
 
 
 def attend_slice(
@@ -38,10 +42,8 @@ def attend_slice(
     v: Tensor,
     plan: Tensor,
     window: Window | None,
-    sinks: Tensor | None,
-    scale: float | None = None,
-) -> Callable[[Tensor], Tensor]:
-    """Return the function q -> attention ``[B, N, H, D]`` of one slice; differentiable, collective.
+) -> AttendHeads:
+    """Return the attention of one slice to its own and earlier slices; differentiable, collective.
 
     Arguments as in ``SoftmaxAttention``.
 
@@ -60,16 +62,13 @@ def attend_slice(
         _store(exchange, piece, k, v)
         raise KeysStoredError
 
-    def attention(q: Tensor) -> Tensor:
-        local_sinks = None if sinks is None else exchange.local_heads(sinks)
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        queries = tokens_to_heads(exchange, q)  # [B, U N, H / U, D]
+    def attention(queries: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
         # The slice keeps no handle, which would keep the slice and all keys alive in turn.
         handles = (executor.handle, exchange.handle, SLICES.tensor(piece), plan)
         out, _ = torch.ops.longmesh.slice_attention(
-            queries, k, v, local_sinks, factor, *handles, list(window or ())
+            queries, k, v, sinks, scale, *handles, list(window or ())
         )
-        return heads_to_tokens(exchange, out)
+        return out
 
     return attention
 

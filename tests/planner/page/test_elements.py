@@ -14,7 +14,11 @@ from planner.page.elements import (
     table,
     without_empty,
 )
+from planner.page.origins import FORMULAS
+from planner.page.passes import SENDS, SLOWER
+from planner.page.spans import BUBBLE
 from planner.page.step_picture import ranges
+from planner.recorder import CAUSES
 from tests.planner.page.pages import Page, check_alone
 
 HOSTILE = "</table><script>alert('&\"')</script>"
@@ -51,31 +55,8 @@ def gray(colour):
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-STEP = (
-    "attention",
-    "linear",
-    "recompute",
-    "optimizer",
-    "attention's sends",
-    "tensor parallel",
-    "pipeline",
-    "data parallel",
-    "offload",
-    "optimizer offload",
-    "wait for other stages",
-    "wait for slower ranks",
-)
-MEMORY = (
-    "weights",
-    "gathered weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "attention",
-    "logits",
-    "passing",
-    "left for fragmentation",
-)
+STEP = (*FORMULAS, SENDS, BUBBLE, SLOWER)
+MEMORY = (*CAUSES, "left for fragmentation")
 TOGETHER = {
     "a step": STEP,
     "passes": ("forward", "backward", "passes", "wait for other stages", "data parallel"),

@@ -7,6 +7,8 @@ import pytest
 
 from parallel.pipeline.stages import PipelineConfig
 from planner.cluster import load_cluster
+from planner.page.elements import FILLS
+from planner.page.origins import FORMULAS
 from planner.page.passes import SENDS, SLOWER, Step
 from planner.page.pipeline import pass_starts
 from planner.page.spans import BUBBLE, drawn_timeline, step_timeline
@@ -110,6 +112,9 @@ def test_spans_of_every_rank_tile_the_predicted_step(name):
     prediction = estimate.predicted(H100)
     timeline = step_timeline(estimate, H100, tolerance=0)
     assert timeline.prediction == prediction
+    causes = {cause for cause, seconds in prediction.seconds.items() if seconds}
+    assert causes <= FORMULAS.keys(), "each has its formula on the page"
+    assert causes <= FILLS.keys()
     for row in timeline.rows:
         check_tiles(row.spans, prediction.time)
         for span in row.hidden:

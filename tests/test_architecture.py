@@ -84,7 +84,7 @@ NODES = {
     "papers": 21660,
     "bench": 32025,
     "docs": 3950,
-    "tests": 466960,
+    "tests": 466980,
 }
 """Maximum syntax nodes per folder.
 

@@ -63,12 +63,12 @@ def cell(column: Column, row: Record) -> str:
 class Table:
     """Rows and the columns to show of them, keyed by the column's name.
 
-    The first ``left`` columns are words, aligned left in text; the others are numbers.
+    The first ``num_words`` columns are words, aligned left in text; the others are numbers.
     """
 
     columns: Mapping[str, Column]
     rows: Sequence[Record] = ()
-    left: int = 1
+    num_words: int = 1
 
     @property
     def cells(self) -> list[list[str]]:
@@ -81,7 +81,7 @@ class Table:
 
     def text(self) -> list[str]:
         """Return the table's lines as plain text with aligned columns."""
-        return aligned([[*self.columns], *self.cells], range(self.left))
+        return aligned([[*self.columns], *self.cells], range(self.num_words))
 
     def markdown(self, align: str = "---") -> list[str]:
         """Return the table's lines as Markdown; ``align`` is ``---:`` to align columns right."""
@@ -91,10 +91,10 @@ class Table:
         """Return one row as a line, to print it once it is measured: words, then named numbers."""
         heads = [*self.columns]
         words = self.row_cells(row)
-        title = " ".join(filter(None, words[: self.left]))
+        title = " ".join(filter(None, words[: self.num_words]))
 
         numbers = []
-        for head, word in zip(heads[self.left :], words[self.left :], strict=True):
+        for head, word in zip(heads[self.num_words :], words[self.num_words :], strict=True):
             numbers.append(f"{head} {word}")
 
         return ": ".join(filter(None, [title, ", ".join(numbers)]))
@@ -108,12 +108,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "-
     return lines
 
 
-def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Format lines of cells in columns; columns in ``left`` are aligned left, others right."""
+def aligned(lines: Sequence[Sequence[str]], words: Container[int] = (0,)) -> list[str]:
+    """Format lines of cells in columns; those of ``words`` are aligned left, others right."""
     formats = []
     for index, column in enumerate(zip(*lines, strict=True)):
         width = max(map(len, column))
-        if index in left:
+        if index in words:
             formats.append(f"{{:<{width}}}")
         else:
             formats.append(f"{{:>{width}}}")

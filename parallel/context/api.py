@@ -130,8 +130,9 @@ class ContextParallel:
             if geometry.options.slice_len:
                 for first, end in slice_bounds(geometry.local_len, geometry.options.slice_len):
                     bounds = (first * geometry.size, end * geometry.size)
-                    plan.slice_tiles(*bounds)
-                    plan.slice_tiles(*bounds, geometry.options.slice_len * geometry.size)
+                    plan.slice_tiles(self._rank, *bounds)
+                    columns = geometry.options.slice_len * geometry.ulysses_degree
+                    plan.slice_tiles(self._rank, *bounds, columns)
             elif plan.sparse:
                 plan.schedule(self._rank)
                 plan.schedule(self._rank, plan.sparse_moves)

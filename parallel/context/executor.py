@@ -63,6 +63,11 @@ class Executor:
         """True if attention starts with an all-gather of k and v."""
         return len(self._holders) > 1
 
+    @property
+    def has_team(self) -> bool:
+        """True if this rank attends for the queries of other ranks too."""
+        return len(self._team) > 1
+
     def prefetch_kv(self, k: Tensor, v: Tensor) -> int:
         """Start gathering k and v; return the handle to pass to the next ``forward``."""
         self._take_prefetched(None)
@@ -89,7 +94,7 @@ class Executor:
         rows = (q.shape[0], team_tokens, q.shape[2])  # [B, team's T, H]
 
         circulation = self._circulation(plan, keys, "kv", self._take_prefetched(prefetch))
-        gather_queries = self.transport.gather((q,), self._team)
+        gather_queries = self.gather_team((q,))
         team_q: Tensors = ()
         results: Tensors = ()
 
@@ -120,20 +125,35 @@ class Executor:
             gather_queries()  # all tokens here are padding, but the transfer must end
 
         # Without a team and without sinks nothing is left to merge, so the kernel's dtype is final.
-        is_final = len(self._team) == 1 and sinks is None
+        is_final = not self.has_team and sinks is None
         if results:
             out, lse = _dense(results, None if is_final else accum_dtype)
         else:
             out, lse = empty_results(rows, q, accum_dtype)
         lse = lse.to(accum_dtype)
 
-        if len(self._team) > 1:
+        out, lse = self.combine(out, lse, sinks)
+        return out.to(q.dtype), lse
+
+    def gather_team(self, tensors: Tensors) -> Arrival:
+        """Start gathering tensors ``[B, T, ...]`` of the ranks that this rank attends for."""
+        return self.transport.gather(tensors, self._team)
+
+    def combine(self, out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Combine the team's partial results into those of this rank's queries, with sinks.
+
+        Args:
+            out: ``[B, team's T, H, D]``, in float32 or wider if there is a team or sinks.
+            lse: ``[B, team's T, H]``, in float32 or wider.
+            sinks: ``[H]``.
+        """
+        if self.has_team:
             out, lse = merged(
                 self.transport.scatter(out, self._team), self.transport.scatter(lse, self._team)
             )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
-        return out.to(q.dtype), lse
+        return out, lse
 
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
         """Return dq, dk and dv in float32 or wider or, from one tile, in the kernel's dtypes.
@@ -154,7 +174,7 @@ class Executor:
             local = keys
 
         circulation = self._circulation(plan, moving, moves, None)
-        gather_stationary = self.transport.gather(local, self._team)
+        gather_stationary = self.gather_team(local)
         stationary: Tensors = ()
         local_gradient: Tensors = ()
 
@@ -169,11 +189,13 @@ class Executor:
         returned = circulation.own_gradient() or _zeros(moving, accum_dtype)
         if not local_gradient:  # all tokens here are padding, which no query sees
             local_gradient = _zeros(gather_stationary(), accum_dtype)
-        if len(self._team) > 1:
-            local_gradient = tuple(
-                self.transport.reduced(x, self._team) for x in _dense(local_gradient, accum_dtype)
-            )
+        if self.has_team:
+            local_gradient = tuple(map(self.reduce_team, _dense(local_gradient, accum_dtype)))
         return (*local_gradient, *returned) if moves == "kv" else (*returned, *local_gradient)
+
+    def reduce_team(self, gradient: Tensor) -> Tensor:
+        """Sum the team's parts for this rank's tokens: [B, team's T, ...] -> [B, T, ...]."""
+        return self.transport.reduced(gradient, self._team)
 
     def _round_backward(
         self,

@@ -94,12 +94,15 @@ class PlanOptions:
             self._check_state_method(method.name)
         self._check_choices(method)
         layout = method.layout(causal)
+        backward = self.backward
         if self.slice_len:
-            layout = "contiguous" if "contiguous" in method.layouts else layout
-            check_slices(self.slice_len, causal, self.layout, ("auto", layout))
+            if size == degree and "contiguous" in method.layouts:
+                layout = "contiguous"
+            check_slices(self.slice_len, causal, self.layout, layout)
+            backward = "kv"  # the gradients of keys are summed where the keys stay
         elif self.layout != "auto":
             layout = self.layout
-        return replace(self, ulysses_degree=degree, layout=layout)
+        return replace(self, ulysses_degree=degree, layout=layout, backward=backward)
 
     def _check_minimum(self, seq_len: int, size: int) -> None:
         """Check that every count is at least 1."""
@@ -185,11 +188,11 @@ class Geometry:
         on the mask; ``Plan.layout`` has them.
         """
         name = self.options.layout
-        if name == BALANCED or self.options.slice_len:
+        slice_len = self.options.slice_len
+        if name == BALANCED or (slice_len and self.size == self.ulysses_degree):
             name = "contiguous"
         team = self.team_size * self.ulysses_degree
         padded = padded_length(name, self.seq_len, self.size, team, self.options.multiple)
-        slice_len = self.options.slice_len
         parts = self.options.multiple if slice_len else 1
         return Layout(name, padded, self.size, team, slice_len, parts)
 
@@ -374,14 +377,20 @@ def _peer_of(peers: Ranks, place: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
+def gather_order(
+    geometry: Geometry, ranks: tuple[int, ...], device: torch.device, slice_len: int = 0
+) -> Tensor | None:
     """Return the permutation that sorts the gathered tokens of ``ranks`` by position, or None.
 
     None means that the tokens are already sorted. Otherwise the result is int64 ``[len(ranks) *
     local_len]`` on the device. It is cached, since making and copying it in every layer would cost
     more than the gather.
+
+    Args:
+        slice_len: number of each rank's tokens, if they are those of one slice; 0 for all.
     """
-    strides = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
+    layout = geometry.layout.of_slice(slice_len) if slice_len else geometry.layout
+    strides = [run for rank in ranks for run in layout.strides(geometry.owner(rank))]
     if strides == sorted(strides):
         return None
     ends = np.cumsum([run.length for run in strides])

@@ -15,7 +15,7 @@ A mask may change with every micro-batch; ranks and groups do not depend on it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
@@ -68,13 +68,19 @@ class Layout:
                 f"team size {self.team_size} does not divide the context-parallel size "
                 f"{self.size}; use a team size that divides it"
             )
+        step = granularity(self.name, self.size, self.team_size)
         if self.slice_len % self.slice_parts:
             raise ContextError(
                 f"slices of {self.slice_len} tokens of each rank cannot be split by "
                 f"{self.slice_parts} tensor-parallel ranks; set layer_chunk_size to a multiple of "
                 "their number, for each sequence of a micro-batch"
             )
-        step = granularity(self.name, self.size, self.team_size)
+        if self.slice_len * self.size % step:
+            raise ContextError(
+                f"slices of {self.slice_len} tokens of each rank cannot be laid out {self.name}, "
+                f"which needs a multiple of {step // self.size}; set layer_chunk_size to such a "
+                "multiple, for each sequence of a micro-batch"
+            )
         if self.seq_len < 1 or self.seq_len % step:
             padded = padded_length(self.name, self.seq_len, self.size, self.team_size)
             raise ContextError(
@@ -100,7 +106,11 @@ class Layout:
         work under a causal mask, since early tokens see few keys and late tokens see many.
         """
         if self.slice_len:
-            return tuple(self._slices(rank))
+            in_slices = []
+            for first, layout in self._slices():
+                for start, length in layout.strides(rank):
+                    in_slices.append(Stride(first + start, length))
+            return tuple(in_slices)
         team, member = divmod(rank, self.team_size)
         num_teams = self.size // self.team_size
         local_len = self.seq_len // self.size
@@ -118,12 +128,16 @@ class Layout:
         high = Stride(mirror * chunk_len + high_first - chunk_len, end - high_first)
         return tuple(run for run in (low, high) if run.length > 0)
 
-    def _slices(self, rank: int) -> Iterator[Stride]:
-        """Yield the positions of ``rank`` in each slice of the sequence."""
+    def of_slice(self, length: int) -> "Layout":
+        """Return the layout of a slice with ``length`` tokens of each rank, from position 0 on."""
+        return replace(self, seq_len=length * self.size, slice_len=0, slice_parts=1)
+
+    def _slices(self) -> Iterator[tuple[int, "Layout"]]:
+        """Yield the first position of each slice of the sequence, and the slice's layout."""
         local_len = self.seq_len // self.size
         for first in range(0, local_len, self.slice_len):
             length = min(self.slice_len, local_len - first)
-            yield Stride(first * self.size + rank * length, length)
+            yield first * self.size, self.of_slice(length)
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the global positions of ``rank``, int64 ``[seq_len / size]``.
@@ -132,13 +146,11 @@ class Layout:
         stretches.
         """
         if self.slice_len:
-            stretches = []
-            for part in range(self.slice_parts):
-                for start, length in self._slices(rank):
-                    share = length // self.slice_parts
-                    first = start + part * share
-                    stretches.append(np.arange(first, first + share))
-            return np.concatenate(stretches)
+            in_slices = []
+            for first, layout in self._slices():
+                of_parts = (first + layout.positions(rank)).reshape(self.slice_parts, -1)
+                in_slices.append(of_parts)
+            return np.concatenate(in_slices, axis=1).ravel()
         step = self.stride
         runs = []
         for start, length in self.strides(rank):
@@ -188,8 +200,8 @@ None means all.
 """
 
 
-def check_slices(slice_len: int, causal: bool, layout: str, layouts: tuple[str, ...]) -> None:
-    """Check that a sequence can be taken in slices, in which the ranks have equal blocks."""
+def check_slices(slice_len: int, causal: bool, layout: str, layout_of_slices: str) -> None:
+    """Check that a sequence can be taken in slices, which the ranks share in one layout."""
     if slice_len < 0:
         raise ContextError(
             f"slice_len is {slice_len}; it must be 1 or more, or 0 for whole sequences"
@@ -199,10 +211,10 @@ def check_slices(slice_len: int, causal: bool, layout: str, layouts: tuple[str, 
             f"slice_len is {slice_len}, but attention is full, so the first slice would "
             "need the keys of the last; use slice_len 0"
         )
-    if layout not in layouts:
+    if layout not in ("auto", layout_of_slices):
         raise ContextError(
             f"context_parallel_layout is {layout!r} with slice_len {slice_len}, but "
-            "the ranks share each slice in blocks; use auto, or slice_len 0"
+            f"the layout of each slice is {layout_of_slices}; use auto, or slice_len 0"
         )
 
 

@@ -33,7 +33,7 @@ from parallel.context.methods.base import Ranks, Round
 from parallel.context.sparse.balanced import ArcLayout
 from parallel.context.sparse.flow import Flow, PiecesOf
 from parallel.context.sparse.schedule import RankRound, rank_schedule
-from parallel.context.tiles import Piece, cut_columns, pieces, tiles
+from parallel.context.tiles import Piece, clipped, cut_columns, pieces, tiles
 from parallel.context.traffic import (
     Cost,
     Moves,
@@ -251,11 +251,14 @@ class Plan:
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     @kept_in_object
-    def slice_tiles(self, first: int, end: int, columns: int | None = None) -> tuple[Tile, ...]:
-        """Return the tiles of queries ``first`` to ``end`` and the keys up to ``end``.
+    def slice_tiles(
+        self, rank: int, first: int, end: int, columns: int | None = None
+    ) -> tuple[Tile, ...]:
+        """Return the tiles of queries ``first`` to ``end`` and the keys of ``rank`` up to ``end``.
 
-        Positions are global. Rows count from ``first``, columns from the first position. The tiles
-        begin at the first key that one of the queries sees.
+        Positions are global. The keys are those of the ranks that split the heads with ``rank``, in
+        ascending positions. Rows count from ``first``, columns from the first of these keys. The
+        tiles begin at the first key that one of the queries sees.
 
         Args:
             columns: maximum number of keys in a FULL tile, since a kernel makes gradients of all
@@ -267,10 +270,14 @@ class Plan:
         if behind is not None:
             low = max(low, first - behind)
         queries = pieces([Stride(first, end - first)], 1, self.boundaries)
-        keys = pieces([Stride(low, end - low)], 1, self.boundaries)
-        keys = [piece._replace(offset=piece.start) for piece in keys]
+        keys = clipped(self._place_pieces(self.geometry.place(rank)), low, end)
         whole = tiles(queries, keys, 1, self.mask.reach)
         return whole if columns is None else cut_columns(whole, columns)
+
+    @kept_in_object
+    def _place_pieces(self, place: int) -> list[Piece]:
+        """Return the pieces of all ranks of a place, padding included."""
+        return self.pieces(self.geometry.ranks_at((place,), place))
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
         """Return the distinct sets among the pieces of each place's peers.

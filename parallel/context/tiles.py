@@ -19,6 +19,7 @@ results merge without special cases, and a kernel needs three masks only.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kernels.blocks import ANTI, CAUSAL, FULL, Tile, TileNumbers
@@ -63,6 +64,20 @@ def pieces(strides: Iterable[Stride], stride: int, boundaries: tuple[int, ...]) 
             start += inside * stride
             length -= inside
     return joined
+
+
+def clipped(whole: Sequence[Piece], first: int, end: int) -> list[Piece]:
+    """Return the parts of ascending pieces, of stride 1, that lie from ``first`` to ``end``."""
+    begin = bisect_right(whole, first, key=lambda piece: piece.start + piece.length)
+    parts: list[Piece] = []
+    for piece in islice(whole, begin, None):
+        if piece.start >= end:
+            break
+        start = max(first, piece.start)
+        length = min(end, piece.start + piece.length) - start
+        offset = piece.offset + start - piece.start
+        parts.append(piece._replace(start=start, offset=offset, length=length))
+    return parts
 
 
 def append_joined(joined: list[Piece], piece: Piece, stride: int) -> None:

@@ -169,7 +169,7 @@ class Transport:
         """
         if len(ranks) == 1:
             return lambda: tensors
-        order = None if by_rank else self._order(ranks, tensors[0].device)
+        order = None if by_rank else self._order(ranks, tensors[0].shape[1], tensors[0].device)
 
         gathered = []
         works = []
@@ -206,19 +206,23 @@ class Transport:
         """
         if len(ranks) == 1:
             return tensor[None]
-        order = self._order(ranks, tensor.device)
+        order = self._order(ranks, tensor.shape[1] // len(ranks), tensor.device)
         if order is not None:
             tensor = torch.empty_like(tensor).index_copy_(1, order, tensor)
         return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)
 
-    def _order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """Return the order that sorts the gathered tokens of ``ranks`` and of their head groups."""
+    def _order(self, ranks: tuple[int, ...], tokens: int, device: torch.device) -> Tensor | None:
+        """Return the order that sorts the gathered tokens of ``ranks`` and of their head groups.
+
+        Each head group has ``tokens`` tokens, of the whole sequence or of one slice.
+        """
         degree = self.geometry.ulysses_degree
+        slice_len = tokens // degree if self.geometry.options.slice_len else 0
         owners: list[int] = []
         for rank in ranks:
             first_rank = rank - rank % degree
             owners += range(first_rank, first_rank + degree)
-        return gather_order(self.geometry, tuple(owners), device)
+        return gather_order(self.geometry, tuple(owners), device, slice_len)
 
     def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-to-all: send part i to rank i, receive part j from rank j; both [len(ranks), ...]."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from parallel.context.layout import ContextError
 from parallel.context.methods.base import Method
 from parallel.context.methods.exchange import Exchange
-from parallel.context.methods.one_round import AllGather, Lasp, Lasp2, Ulysses
+from parallel.context.methods.one_round import AllGather, AllGatherQ, Lasp, Lasp2, Ulysses
 from parallel.context.methods.ring import DoubleRing, Ring, Striped, Zigzag
 from parallel.context.methods.wallfacer import WallFacer
 
@@ -19,6 +19,7 @@ METHODS = _by_name(
     Striped(),
     Zigzag(),
     AllGather(),
+    AllGatherQ(),
     WallFacer(),
     Ulysses(),
     DoubleRing(),

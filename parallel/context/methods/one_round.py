@@ -1,4 +1,4 @@
-"""Methods of one round: all-gather, DeepSpeed Ulysses, and LASP, which moves states, not KV."""
+"""Methods of one round: all-gathers, DeepSpeed Ulysses, and LASP, which moves states, not KV."""
 
 from parallel.context.layout import BALANCED, LAYOUTS, ContextError
 from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, Send, Shape
@@ -16,6 +16,21 @@ class AllGather(BalancedMethod):
 
     def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
         return [Round(tuple(range(shape.size)), (), Send(rank, 1))]
+
+
+class AllGatherQ(BalancedMethod):
+    """Every rank gathers all queries once, and attends with them to its own KV.
+
+    The partial results go to the ranks of their queries, which merge them: pass-Q of Yang et al.
+    2024 (arXiv:2411.01783, section 3.5), in one round. KV stays where it is, so a slice of a
+    sequence can attend to the keys of all earlier slices without sending these again
+    (parallel/context/slices).
+    """
+
+    name = "allgather_q"
+
+    def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
+        return tuple(range(shape.size))
 
 
 class Ulysses(Method):

@@ -2,7 +2,8 @@
 
 Keys and values stay on their rank after the exchange of heads, so each travels once in a pass. The
 backward pass stores the keys of all slices first; the slices that then run forward again reuse
-them, and send only queries and outputs.
+them, and send only queries and outputs. If the heads are not split among all ranks, a rank has the
+keys of some tokens. It then attends for the queries of a slice on all ranks, its team.
 
 Shapes: B sequences, N tokens of this rank in the slice, H query heads, G key heads, U ranks that
 split the heads. q ``[B, N, H, D]``, k and v ``[B, N, G, D]``.
@@ -21,7 +22,7 @@ from kernels.attention import (
     empty_results,
     only_block,
 )
-from kernels.blocks import Rows, sinks_gradient, with_sinks
+from kernels.blocks import Rows, sinks_gradient
 from parallel.context.executor import EXECUTORS, Executor
 from parallel.context.layout import ContextError, Window
 from parallel.context.ops import windowed_plan
@@ -48,15 +49,16 @@ def attend_slice(
     Arguments as in ``SoftmaxAttention``.
 
     Raises:
-        ContextError: the ranks do not split the heads among all of them.
+        ContextError: the method sends keys from rank to rank.
         KeysStoredError: only the keys are needed, and they are stored now.
         SliceOrderError: in the backward pass, if the slice after this one has not run back.
     """
     geometry = executor.geometry
-    if len(exchange.ranks) != geometry.size:
+    if len(exchange.ranks) * len(geometry.teammates(executor.rank)) != geometry.size:
         raise ContextError(
             f"attend: a slice's keys have to stay on their rank, but {geometry.method.name} sends "
-            "them from rank to rank; use method ulysses, or leave out layer_chunk_size"
+            "them from rank to rank; use method ulysses or allgather_q, or leave out "
+            "layer_chunk_size"
         )
     if piece.keys_only:
         _store(exchange, piece, k, v)
@@ -76,9 +78,8 @@ def attend_slice(
 def _store(exchange: HeadExchange, piece: Slice, k: Tensor, v: Tensor) -> None:
     """Send the keys and values of a slice to the ranks of their heads, and store them."""
     ranks = len(exchange.ranks)
-    first, _ = piece.positions(ranks)
     keys, values = (exchange.to_heads(x.detach()) for x in (k, v))  # [B, U N, G / U, D]
-    piece.memory.store_keys(first, keys, values, ranks * piece.total)
+    piece.memory.store_keys(ranks * piece.first, keys, values, ranks * piece.total)
 
 
 def _forward(
@@ -98,27 +99,29 @@ def _forward(
     piece = SLICES[slice_handle]
     memory = piece.memory
     plan = windowed_plan(plan_handle, window, executor)
+    gather_queries = executor.gather_team((q,))
     if not memory.has_all_keys:
         _store(exchange, piece, k, v)
-    assert memory.keys is not None
-
-    first, end = piece.positions(len(exchange.ranks))
-    tiles = plan.slice_tiles(first, end)
     keys = memory.keys
+    assert keys is not None
+
+    first, end = piece.positions(executor.geometry.size)
+    tiles = plan.slice_tiles(executor.rank, first, end)
     backend = executor.kernel(plan, q)
     dtype = accum_dtype(q.dtype)
+    (queries,) = gather_queries()  # [B, end - first, H / U, D]
     tile = only_block(tiles, end - first, None, backend)
     if tile:
         tile_k, tile_v = (x[:, tile.k] for x in keys)
-        out, lse = block_forward(q, tile_k, tile_v, tile.kind, scale, backend)
+        out, lse = block_forward(queries, tile_k, tile_v, tile.kind, scale, backend)
     else:
-        out, lse = empty_results(q.shape[:3], q, dtype)
+        out, lse = empty_results(queries.shape[:3], queries, dtype)
         if lse.device.type == "cpu":
             lse = lse.double()  # as in the executor: merges would round it
-        attend_tiles_(out, lse, q, keys, tiles, scale, backend)
-    lse = lse.to(dtype)
-    if sinks is not None:
-        out, lse = with_sinks(out.to(dtype), lse, sinks)
+        attend_tiles_(out, lse, queries, keys, tiles, scale, backend)
+    if executor.has_team or sinks is not None:
+        out = out.to(dtype)
+    out, lse = executor.combine(out, lse.to(dtype), sinks)
     return out.to(q.dtype), lse
 
 
@@ -136,18 +139,20 @@ def _backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...
     memory.check_order(piece.number, piece.count)
     assert memory.keys is not None
 
-    first, end = piece.positions(len(exchange.ranks))
-    tiles = plan.slice_tiles(first, end, piece.length * len(exchange.ranks))
+    first, end = piece.positions(executor.geometry.size)
+    ranks = len(exchange.ranks)
+    tiles = plan.slice_tiles(executor.rank, first, end, piece.length * ranks)
     sums = memory.gradient_sums()
-    dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
-    rows = Rows(q, dout, out, lse)
+    rows = Rows(*executor.gather_team((q, dout, out, lse))())
+    dq = torch.zeros_like(rows.q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     kernel = executor.kernel(plan, q)
     add_gradients_((dq, *sums), rows, memory.keys, tiles, scale, kernel)
 
     # All slices from this one on have added to the rows of this slice, so these are complete.
-    gradients = [dq]
+    gradients = [executor.reduce_team(dq)]
+    first_key, end_key = piece.positions(ranks)
     for total, x in zip(sums, (k, v), strict=True):
-        heads_gradient = total[:, first:end].to(x.dtype)  # [B, U N, G / U, D]
+        heads_gradient = total[:, first_key:end_key].to(x.dtype)  # [B, U N, G / U, D]
         gradients.append(exchange.to_tokens(heads_gradient, x.shape[2]))
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return *gradients, dsinks

@@ -99,24 +99,34 @@ def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
     return values
 
 
-def _slices(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the configured slices and stages of heads, then slices in the place of stages.
+def _slices(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int, str]]:
+    """Return the configured slices, stages of heads and method, then slices in place of stages.
 
-    Slices need full recomputation, and ranks that exchange heads or share nothing.
+    Slices need full recomputation, and keys that stay on their rank.
     """
-    current = (config.recompute.layer_chunk_size, config.context.ulysses_head_chunks)
-    sequences = 1 if config.packed else config.train.micro_batch_size
-    tokens = config.joined_length // config.mesh.context_parallel_size * sequences
-    unit = sequences * config.mesh.tensor_model_parallel_size
-    chunk = max(1, LAYER_CHUNK // unit) * unit
-    recompute = config.recompute.recompute_granularity
-    if current[0] or recompute != "full" or tokens <= chunk or not takes_slices(config):
+    recompute = config.recompute
+    context = config.context
+    name = context.context_parallel_method
+    current = (recompute.layer_chunk_size, context.ulysses_head_chunks, name)
+    if current[0] or recompute.recompute_granularity != "full" or not takes_slices(config):
         return [current]
-    return [current, (chunk, 1)]
+
+    ranks = config.mesh.context_parallel_size
+    if ranks > 1:
+        name = METHODS[name].in_slices
+    team = 1
+    if name == "allgather_q":  # a rank attends for the slice's queries of all of its team
+        team = ranks // context.ulysses_degree
+    unit = config.slice_unit
+    chunk = max(1, LAYER_CHUNK // team // unit) * unit
+    sequences = 1 if config.packed else config.train.micro_batch_size
+    if config.joined_length // ranks * sequences <= chunk:
+        return [current]
+    return [current, (chunk, 1, name)]
 
 
 def takes_slices(config: AnyConfig) -> bool:
-    """Return True if layers can take the sequence slice by slice: keys then stay on their rank."""
+    """Return True if layers can take the sequence slice by slice, maybe with another method."""
     if not config.causal or config.model.linear_attention:
         return False
     if config.train.compile or config.float8.fp8_format is not None:
@@ -128,7 +138,7 @@ def takes_slices(config: AnyConfig) -> bool:
     if ranks == 1:
         return True
     method = METHODS.get(config.context.context_parallel_method)
-    if method is None or not method.splits_heads:
+    if method is None or not method.in_slices:
         return False
     if not config.delta:
         return True
@@ -177,7 +187,7 @@ POLICY = Lever(("recompute_granularity",), lambda *_: RECOMPUTE)
 SHARDING = Lever(("data_parallel_sharding_strategy",), _shardings)
 OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
-SLICES = Lever(("layer_chunk_size", "ulysses_head_chunks"), _slices)
+SLICES = Lever(("layer_chunk_size", "ulysses_head_chunks", "context_parallel_method"), _slices)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 LEANER_FIELDS = _leaner_fields()
 ROUNDED_STATES = Lever(LEANER_FIELDS, _rounded_states, exact=False)

@@ -145,12 +145,12 @@ def cost_inputs(
         float8_recipe=float8_recipe(config.float8, cluster),
     )
     method = config.context.context_parallel_method
+    backward = "kv" if recompute.layer_chunk_size else "auto"  # as PlanOptions.resolved
     if method == "none" and cp == 1:  # all methods are the same on one rank
         method = next(contexts(config, 1)).context_parallel_method
     per_node = max(1, cluster.gpus_per_node // tp)
-    plan = _plan_of(
-        config.context, method, per_node, config.joined_length, cp, tp, config.causal, cu_seqlens
-    )
+    lengths = (config.joined_length, cp, tp)
+    plan = _plan_of(config.context, method, per_node, backward, *lengths, config.causal, cu_seqlens)
     return workload_of(config, arrangement.dp, cluster.device), plan, arrangement
 
 
@@ -159,15 +159,16 @@ def _plan_of(
     context: ContextConfig,
     method: str,
     per_node: int,
+    backward: str,
     seq_len: int,
     cp: int,
     tp: int,
     causal: bool,
     cu_seqlens: tuple[int, ...] | None,
 ) -> Plan:
-    """Return the attention's plan, which all settings of recomputation and sharding share."""
+    """Return the attention's plan, which most settings of recomputation and sharding share."""
     options = context.plan_arguments(per_node)
-    options["documents"] = cu_seqlens
+    options |= {"documents": cu_seqlens, "backward": backward}
     return make_plan(method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, **options)
 
 
@@ -198,9 +199,10 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
 
     ranks_per_node = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
     for name, method in METHODS.items():
-        if config.recompute.layer_chunk_size and not method.splits_heads:
-            continue
-        if _suits_mask(config, method):
+        fits = not method.for_slices_only
+        if config.recompute.layer_chunk_size:
+            fits = method.in_slices == name
+        if fits and _suits_mask(config, method):
             yield from variants(base, name, size, ranks_per_node)
 
 

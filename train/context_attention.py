@@ -222,6 +222,10 @@ def softmax_context(
     window = None
     if len(config.windows) == 1 and not config.model.recurrent:
         window = config.windows[0]
+    options = context.plan_arguments(config.mesh.context_ranks_per_node)
+    if config.slice_len:
+        options["slice_len"] = config.slice_len
+        options["layout"] = config.layout_of_slices
     cp = context_parallel(
         method,
         seq_len=length,
@@ -232,8 +236,7 @@ def softmax_context(
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
         links=links,
-        slice_len=config.slice_len,
-        **context.plan_arguments(config.mesh.context_ranks_per_node),
+        **options,
     )
 
     is_sharded = config.mesh.context_parallel_size > 1 or config.slice_len > 0

@@ -157,7 +157,8 @@ class ContextParallel:
 
     def delta_of_slices(self, whole: Any, backend: str = "auto") -> SliceDelta:
         """Return the gated delta rule of slices of this object's sequences; see ``SliceDelta``."""
-        return SliceDelta(whole, self._heads, self.handle, backend)
+        everyone = HeadExchange(self.transport, tuple(range(self.plan.size)))
+        return SliceDelta(whole, everyone, self.handle, backend)
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """Return this rank's shard of ``x`` along ``dim``, padded with ``pad_value`` where needed.

@@ -96,7 +96,8 @@ class PlanOptions:
         layout = method.layout(causal)
         backward = self.backward
         if self.slice_len:
-            if size == degree and "contiguous" in method.layouts:
+            in_blocks = size == degree or self.layout == "contiguous"
+            if in_blocks and "contiguous" in method.layouts:
                 layout = "contiguous"
             check_slices(self.slice_len, causal, self.layout, layout)
             backward = "kv"  # the gradients of keys are summed where the keys stay

@@ -26,6 +26,10 @@ EXCHANGES = 12
 """Number of exchanges of heads in which a slice's tensors travel: q, k, v and out; k and v again; q
 and out again; and the gradients of all four.
 """
+TEAM_EXCHANGES = 11
+"""Number of collectives in which the queries of a slice travel: q, out and lse, twice; q, dout, out
+and lse for the backward; and dq.
+"""
 PER_TILE = 4
 """Number of launches in a tile's ``launch_us``: the kernel, and the merge of its result."""
 
@@ -51,6 +55,11 @@ class SliceCost:
         return self.length * self.sizes.batch
 
     @property
+    def team(self) -> int:
+        """Return the number of ranks for whose queries a rank attends, itself included."""
+        return len(self.plan.geometry.teammates(0))
+
+    @property
     def count(self) -> int:
         """Return the number of slices of a sequence."""
         return -(-self.plan.local_len // self.length)
@@ -63,10 +72,18 @@ class SliceCost:
         """Return the bytes of a slice's attention backward, beside the keys and their sums.
 
         A kernel returns the gradients of a tile: of a slice's queries, and of as many keys. They
-        are added to sums in float32, those of the queries too.
+        are added to sums in float32, those of the queries too. A team's queries are gathered, each
+        tensor once as received and once in order, beside this rank's; their gradients are ordered
+        before they are sent.
         """
         share = self.length / self.plan.local_len
-        return sum(self._query_gradients) + self.sizes.payload("kv") * share
+        sums, tile = self._query_gradients
+        computing = sums + tile + self.sizes.payload("kv") * share
+        if self.team == 1:
+            return computing
+        queries = self.sizes.payload("queries") * share
+        gathered = self.team * queries
+        return queries + max(2 * gathered, gathered + computing, 3 * sums)
 
     def state_bytes(self, delta: DeltaShape) -> float:
         """Return the bytes of states that slices of a layer leave for the backward pass.
@@ -80,9 +97,9 @@ class SliceCost:
 
     @property
     def _query_gradients(self) -> tuple[float, float]:
-        """Bytes of the gradients of a slice's queries, as sums and as a kernel returns them."""
+        """Bytes of the gradients of a team's queries, as sums and as a kernel returns them."""
         sizes = self.sizes
-        sums = sizes.gradient("queries") * self.length / self.plan.local_len
+        sums = self.team * sizes.gradient("queries") * self.length / self.plan.local_len
         return sums, sums * sizes.element_size / sizes.wide
 
     def key_seconds(self, hidden: int, cluster: Cluster) -> float:
@@ -108,7 +125,7 @@ class SliceCost:
     def _mean_reach(self) -> float:
         """Share of all keys that a slice sees, on average."""
         plan = self.plan
-        pairs = plan.work().pairs.sum() / plan.size  # every rank has all tokens, for its heads
+        pairs = plan.work().pairs.sum()  # each pair of a head once
         keys = pairs / plan.seq_len + plan.size * self.length / 2
         return min(1.0, float(keys) / plan.seq_len)
 
@@ -122,13 +139,20 @@ class SliceCost:
 
     def latency_seconds(self, cluster: Cluster, tp: int) -> float:
         """Return the seconds that the exchanges of all slices but the first take to begin."""
-        ranks = self.plan.size
-        if ranks == 1:
-            return 0.0
-        latency = cluster.between_latency_us
-        if ranks * tp <= cluster.gpus_per_node:
-            latency = cluster.inside_latency_us
-        return EXCHANGES * (self.count - 1) * latency * MICRO
+        degree = self.plan.geometry.ulysses_degree
+        collectives = []  # their number, and the number of neighbours over which they reach
+        if degree > 1:
+            collectives.append((EXCHANGES, degree))
+        if self.team > 1:
+            collectives.append((TEAM_EXCHANGES, self.plan.size))
+
+        seconds = 0.0
+        for number, ranks in collectives:
+            latency = cluster.between_latency_us
+            if ranks * tp <= cluster.gpus_per_node:
+                latency = cluster.inside_latency_us
+            seconds += number * (self.count - 1) * latency * MICRO
+        return seconds
 
     def launch_seconds(self, layer_seconds: float, cluster: Cluster) -> float:
         """Return the seconds that launches add to a layer's passes over one micro-batch.

@@ -121,8 +121,12 @@ def _check_slices(config: CommonConfig) -> None:
     method = config.context.context_parallel_method
     ranks = config.mesh.context_parallel_size
     tp = config.mesh.tensor_model_parallel_size
+    unit = config.slice_unit
     sequences = 1 if config.packed else config.train.micro_batch_size
-    layout = config.context.context_parallel_layout
+    layout = config.layout_of_slices
+    layouts = ("auto", "contiguous")
+    if method == "allgather_q" and ranks > 1 and not config.delta:
+        layouts = ("auto", "zigzag", "contiguous")
     head_chunks = config.context.ulysses_head_chunks
 
     schedule = config.context.delta_rule_schedule
@@ -131,6 +135,8 @@ def _check_slices(config: CommonConfig) -> None:
         shares.append(f"the {sequences} sequences of a micro-batch")
     if tp > 1:
         shares.append(f"{tp} tensor-parallel ranks")
+    if unit > sequences * tp:
+        shares.append("two chunks of each rank in the zigzag layout")
     sharing = " and ".join(shares)
 
     without = "leave out --layer-chunk-size"
@@ -150,19 +156,13 @@ def _check_slices(config: CommonConfig) -> None:
             "method (any runs on one process)",
         ),
         (
-            ranks > 1 and method == "auto",
-            "context_parallel_method is auto, which may choose a method that sends the keys of "
-            "earlier slices again for each slice; use --context-parallel-method ulysses, with "
-            f"which they stay on their rank, or {without}",
-        ),
-        (
-            ranks > 1 and method != "ulysses",
+            ranks > 1 and method not in ("auto", "ulysses", "allgather_q"),
             f"context_parallel_method is {method}, which would send the keys of all earlier "
-            "slices again for each slice; use --context-parallel-method ulysses, with which they "
-            f"stay on their rank, or {without}",
+            "slices again for each slice; use --context-parallel-method ulysses or, for more ranks "
+            f"than heads, allgather_q, with which they stay on their rank, or {without}",
         ),
         (
-            layout not in ("auto", "contiguous"),
+            layout not in layouts,
             f"context_parallel_layout is {layout}, but the ranks share each slice in blocks; "
             "leave out --context-parallel-layout",
         ),
@@ -182,9 +182,9 @@ def _check_slices(config: CommonConfig) -> None:
             "slice; leave out one of the two",
         ),
         (
-            size % (sequences * tp),
-            f"it must be a multiple of {sequences * tp}, since {sharing} share a slice; nearest "
-            f"that works: {max(1, round(size / (sequences * tp))) * sequences * tp}",
+            size % unit,
+            f"it must be a multiple of {unit}, since {sharing} share a slice; nearest "
+            f"that works: {max(1, round(size / unit)) * unit}",
         ),
         (
             config.delta and schedule != "auto",

@@ -4,6 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import lcm
 from typing import Any, Self
 
 import torch
@@ -187,6 +188,34 @@ class CommonConfig(ABC):
         """Number of a rank's tokens of each sequence that go through a layer at once; 0 for all."""
         sequences = 1 if self.packed else self.train.micro_batch_size
         return self.recompute.layer_chunk_size // sequences
+
+    @property
+    def layout_of_slices(self) -> str:
+        """Layout in which context-parallel ranks share each slice; ``auto`` is the method's.
+
+        A delta rule takes consecutive tokens.
+        """
+        layout = self.context.context_parallel_layout
+        if layout == "auto" and self.delta and self.mesh.context_parallel_size > 1:
+            return "contiguous"
+        return layout
+
+    @property
+    def slice_unit(self) -> int:
+        """Number of which ``layer_chunk_size`` must be a multiple.
+
+        The sequences of a micro-batch and the tensor-parallel ranks share a slice evenly. In the
+        zigzag layout so do the two chunks of a head group.
+        """
+        sequences = 1 if self.packed else self.train.micro_batch_size
+        shares = self.mesh.tensor_model_parallel_size
+        has_team = self.mesh.context_parallel_size > 1 and (
+            self.context.context_parallel_method in ("allgather", "allgather_q")
+        )
+        is_zigzag = has_team and self.layout_of_slices != "contiguous"
+        if is_zigzag and self.context.ulysses_degree % 2:
+            shares = lcm(shares, 2)
+        return sequences * shares
 
     @property
     def rotates(self) -> bool:

@@ -88,6 +88,11 @@ class Method:
     whole tensors.
     """
     splits_heads: bool = False
+    in_slices: str = ""
+    """Name of the method in its place if layers take the sequence in slices: itself, if KV stay on
+    their rank after an exchange of heads; empty if there is none."""
+    for_slices_only: bool = False
+    """True if another method sends less without slices, so that no search needs this one."""
     states: Literal["", "neighbour", "gather"] = ""
     """Communication of states: to the next rank, or an all-gather; empty if no states travel."""
 

@@ -12,6 +12,7 @@ class AllGather(BalancedMethod):
     """
 
     name = "allgather"
+    in_slices = "allgather_q"
     layouts = (*LAYOUTS, BALANCED)
 
     def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
@@ -27,7 +28,8 @@ class AllGatherQ(BalancedMethod):
     (parallel/context/slices).
     """
 
-    name = "allgather_q"
+    name = in_slices = "allgather_q"
+    for_slices_only = True
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         return tuple(range(shape.size))
@@ -42,7 +44,7 @@ class Ulysses(Method):
     any layout.
     """
 
-    name = "ulysses"
+    name = in_slices = "ulysses"
     splits_heads = True
 
     def check(self, shape: Shape, causal: bool) -> None:

@@ -147,6 +147,7 @@ def _backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...
     dq = torch.zeros_like(rows.q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     kernel = executor.kernel(plan, q)
     add_gradients_((dq, *sums), rows, memory.keys, tiles, scale, kernel)
+    del rows  # free the team's before their gradients travel
 
     # All slices from this one on have added to the rows of this slice, so these are complete.
     gradients = [executor.reduce_team(dq)]

@@ -1,8 +1,8 @@
 """Gated delta rule of one slice, which takes its state from the slice before it.
 
-After an exchange of heads, a rank has all tokens of the slice for some heads, so a state stays on
-its rank. The convolution before the rule keeps its tokens, and reads the last rows of the rank or
-of the slice before.
+After an exchange of heads among all ranks, a rank has all tokens of the slice for some heads, so a
+state stays on its rank. The convolution before the rule keeps its tokens, and reads the last rows
+of the rank or of the slice before.
 
 Shapes: B sequences, N tokens of this rank in the slice, U ranks, X channels, K key heads of width
 D, H value heads of width E, R rows before a token that the convolution reads.
@@ -44,7 +44,16 @@ class SliceDelta:
             exchange: the ranks that split the heads, all ranks of a sequence.
             handle: the plan of slices that have no mask of their own.
             backend: as for ``kernels.ops.delta_rule``.
+
+        Raises:
+            ContextError: the ranks do not share each slice in blocks.
         """
+        layout = PLANS[handle.tensor].layout.name
+        if layout != "contiguous":
+            raise ContextError(
+                f"context_parallel_layout is {layout}, but a delta rule in slices needs blocks of "
+                "consecutive tokens, joined by an exchange of heads; set it to contiguous"
+            )
         self._whole = whole
         self._exchange = exchange
         self._handle = handle
@@ -69,7 +78,7 @@ class SliceDelta:
             return self._on_whole(self._whole, q, k, v, g, beta, mask)
         exchange = self._exchange
         plan = self._plan(mask)
-        plan.geometry.check_heads(v.shape[2], k.shape[2])
+        self._check_heads(v.shape[2], k.shape[2])
         first, end = mask.positions(len(exchange.ranks))
 
         state = None
@@ -119,6 +128,14 @@ class SliceDelta:
         start = mask.positions(ranks)[0] + rank * length
         rows = _of_document(rows, start - _document_start(plan, start))
         return causal_convolution(x, weight, rows, _documents(plan, start, start + length))
+
+    def _check_heads(self, heads: int, key_heads: int) -> None:
+        ranks = len(self._exchange.ranks)
+        if heads % ranks or (key_heads % ranks and ranks % key_heads):
+            raise ContextError(
+                f"attend_delta: {ranks} ranks share each slice, but cannot split {key_heads} key "
+                f"and {heads} value heads; use a number of ranks that divides them"
+            )
 
     def _plan(self, piece: Slice) -> Plan:
         handle = self._handle if piece.mask is None else piece.mask

@@ -139,8 +139,13 @@ def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, opt
 
 
 def test_what_ranks_gather_is_joined_in_ascending_positions():
-    """The members of a team, and the ranks that exchange heads; so that no rank has to sort."""
+    """The members of a team, and the ranks that exchange heads; so that no rank has to sort.
+
+    Where all ranks gather, with allgather and allgather_q, they sort.
+    """
     for method, size, options in PLANNED:
+        if method == "allgather_q":
+            continue
         plan = make_plan(method, seq_len=5 * size + 1, size=size, **options)
         for rank in range(size):
             for ranks in (plan.geometry.team(rank), plan.geometry.head_group(rank)):

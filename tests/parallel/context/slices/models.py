@@ -37,11 +37,15 @@ def step(
     length=LENGTH,
     dtype=torch.float64,
     granularity="full",
+    **context,
 ):
-    """Return the loss and every gradient by name, and the bytes that this rank sent."""
+    """Return the loss and every gradient by name, and the bytes that this rank sent.
+
+    ``context`` has the method and its options.
+    """
     settings = {"documents": documents, "sequences": sequences, "length": length}
     model, cp, loss_sum = prepared(
-        config, slice_len, **settings, group=group, dtype=dtype, granularity=granularity
+        config, slice_len, **settings, group=group, dtype=dtype, granularity=granularity, **context
     )
     loss = loss_sum()
     loss.backward()
@@ -56,16 +60,28 @@ def step(
 
 
 def prepared(
-    config, slice_len, *, documents, sequences, length, group, dtype, granularity, method="ulysses"
+    config,
+    slice_len,
+    *,
+    documents,
+    sequences,
+    length,
+    group,
+    dtype,
+    granularity,
+    method="ulysses",
+    **options,
 ):
     """Return a model, its context parallelism, and a function that computes its loss."""
-    cp = context_parallel(method, seq_len=length, group=group, slice_len=slice_len)
-    delta = OneDevice(_cu_seqlens)
-    if slice_len:
-        delta = cp.delta_of_slices(delta)
-    elif group is not None:
-        delta = _uncompiled(cp.attend_delta, cp.convolve)
-    attend = HybridAttention(delta, cp.attend) if config.delta_rule else cp.attend
+    cp = context_parallel(method, seq_len=length, group=group, slice_len=slice_len, **options)
+    attend = cp.attend
+    if config.delta_rule:
+        delta = OneDevice(_cu_seqlens)
+        if slice_len:
+            delta = cp.delta_of_slices(delta)
+        elif group is not None:
+            delta = _uncompiled(cp.attend_delta, cp.convolve)
+        attend = HybridAttention(delta, cp.attend)
     model = used(config, attend, dtype)
     policy = RecomputeConfig(recompute_granularity=granularity)
     if slice_len:

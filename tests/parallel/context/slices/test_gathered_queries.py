@@ -1,0 +1,168 @@
+"""Slices on ranks that do not split the heads: queries travel, and keys stay (allgather_q)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.blocks import with_sinks
+from parallel import layer_slices
+from parallel.context import context_parallel, make_plan
+from parallel.context.executor import Executor
+from parallel.context.layout import ContextError
+from runtime.ranks import run_ranks
+from tests.parallel.context.slices.models import LENGTH, PACKED, furthest, step
+from tests.parallel.context.slices.test_layer import EXACT, MODELS
+
+SIZES = (6, 4, 2)
+"""Tokens of a rank in a slice, for two ranks; the zigzag layout has two chunks of each rank."""
+CASES = [
+    ("llama", None),
+    ("llama", PACKED),
+    ("llama window", None),
+    ("llama sinks and windows", PACKED),
+    ("llama adapters of queries", None),
+    ("llama of one head", PACKED),
+    ("gemma3", None),
+]
+MODELS = MODELS | {
+    "llama of one head": replace(MODELS["llama"], num_attention_heads=1, num_query_groups=1)
+}
+HYBRIDS = [("qwen3_5", None), ("qwen3_5", PACKED), ("kimi delta attention", PACKED)]
+BLOCKS = {"layout": "contiguous"}
+
+
+def expected_bytes(config, documents, rank, size, **options):
+    """Return the bytes of a step by the plan: forward, again, and backward of every layer."""
+    plan = context_parallel(
+        "allgather_q", seq_len=LENGTH, group=torch.distributed.group.WORLD, **options
+    ).plan
+    total = 0
+    for layer in range(config.num_layers):
+        attention = plan.under(cu_seqlens=documents, window=config.window(layer))
+        cost = attention.cost(
+            rank,
+            batch=1,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_query_groups,
+            head_dim=config.head_dim,
+            element_size=8,
+        )
+        total += 2 * cost.forward.total + cost.backward.total
+    return total
+
+
+def on_ranks(rank, world_size, cases, sizes, options):
+    """Return each case's largest difference from one process, and the bytes sent and planned."""
+    group = torch.distributed.group.WORLD
+    results = []
+    for name, documents in cases:
+        config = MODELS[name]
+        whole, _ = step(config, documents=documents, granularity="none")
+        for size in sizes:
+            context = {"method": "allgather_q", **options}
+            in_slices, sent = step(config, size, documents=documents, group=group, **context)
+            planned = expected_bytes(config, documents, rank, world_size, slice_len=size, **options)
+            results.append((name, furthest(in_slices, whole), sent, planned))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degree"),
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_queries_travel_to_keys_that_stay_and_send_what_the_plan_counts(ranks, degree):
+    """The bytes do not depend on the number of slices."""
+    for results in run_ranks(on_ranks, ranks, CASES, SIZES, {"ulysses_degree": degree}):
+        for name, difference, sent, planned in results:
+            assert difference < EXACT, name
+            if "adapters" not in name:  # frozen layers send no gradients of keys
+                assert sent == planned, name
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_delta_rule_splits_its_heads_among_all_ranks(ranks):
+    """The keys of softmax layers stay, while the delta rule's heads are exchanged."""
+    for results in run_ranks(on_ranks, ranks, HYBRIDS, (3, 2), BLOCKS):
+        assert all(difference < EXACT for _, difference, _, _ in results), results
+
+
+def test_a_delta_rule_in_zigzag_slices_is_refused():
+    cp = context_parallel("ulysses", seq_len=8, group=None, slice_len=4)
+    assert cp.delta_of_slices(None)
+    with pytest.raises(ContextError, match="layout is zigzag, but a delta rule"):
+        context_parallel("zigzag", seq_len=8, group=None).delta_of_slices(None)
+
+
+def of_this_rank_alone(executor, gradient):
+    """Gradients of queries have no part of other ranks' keys."""
+    team = executor.geometry.teammates(executor.rank)
+    return executor.transport.scatter(gradient, team)[team.index(executor.rank)]
+
+
+def with_sinks_of_every_rank(executor, out, lse, sinks, combine=Executor.combine):
+    """The sinks take part on every rank, before the ranks' results are merged."""
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return combine(executor, out, lse, None)
+
+
+FAULTS = {"reduce_team": of_this_rank_alone, "combine": with_sinks_of_every_rank}
+
+
+def with_fault(rank, world_size, name):
+    """Return the largest difference from one process, with a fault in a step of the executor."""
+    config = MODELS["llama sinks and windows"]
+    whole, _ = step(config, granularity="none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, name, FAULTS[name])
+        group = torch.distributed.group.WORLD
+        return furthest(step(config, 6, group=group, method="allgather_q")[0], whole)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_between_ranks_is_noticed(name):
+    assert min(run_ranks(with_fault, 2, name)) > 1e-3
+
+
+def bits(rank, world_size, dtype):
+    """Return True if every slice computes the same bits when it runs again."""
+    outputs = {}
+    run = layer_slices.LayerPass.run
+
+    def recorded(layer_pass, chunk, piece):
+        out = run(layer_pass, chunk, piece)
+        key = (id(layer_pass), piece.number)
+        outputs.setdefault(key, []).append((out.detach().clone(), layer_pass))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_slices.LayerPass, "run", recorded)
+        group = torch.distributed.group.WORLD
+        context = {"group": group, "method": "allgather_q"}
+        step(MODELS["llama sinks and windows"], 4, documents=PACKED, dtype=dtype, **context)
+    pairs = [(first, again) for (first, _), (again, _) in outputs.values()]
+    return bool(pairs) and all(torch.equal(first, again) for first, again in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slice_that_runs_again_computes_the_same_bits(dtype):
+    assert all(run_ranks(bits, 2, dtype))
+
+
+def test_each_slice_is_zigzag_over_the_ranks():
+    """Chunks 0 and 3, and 1 and 2, of every slice; the last one is shorter."""
+    plan = make_plan("allgather_q", seq_len=12, size=2, slice_len=4)
+    assert plan.positions(0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert plan.positions(1).tolist() == [2, 3, 4, 5, 9, 10]
+    tensor_parallel = make_plan("allgather_q", seq_len=16, size=2, slice_len=4, multiple=2)
+    assert tensor_parallel.positions(0).tolist() == [0, 1, 8, 9, 6, 7, 14, 15]
+    blocks = make_plan("allgather_q", seq_len=12, size=2, slice_len=4, layout="contiguous")
+    assert blocks.positions(1).tolist() == [4, 5, 6, 7, 10, 11]
+    with pytest.raises(ContextError, match="slices of 3 tokens .* a multiple of 2"):
+        make_plan("allgather_q", seq_len=12, size=2, slice_len=3).layout

@@ -131,7 +131,7 @@ class ThreadTransport(Transport):
     def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
         if len(ranks) == 1:
             return lambda: tensors
-        order = None if by_rank else self._order(ranks, self._device)
+        order = None if by_rank else self._order(ranks, tensors[0].shape[1], self._device)
         for other in ranks:
             self._send(tensors, other, "gather")
         coming = [self._coming(other, "gather") for other in ranks]

@@ -40,23 +40,24 @@ BF16 = 2**-5
 """Bound of gradients in bfloat16, relative to their norm."""
 
 
-def steps(rank, world_size, cp, tp, models, recompute, strategy, bf16=False):
+def steps(rank, world_size, cp, tp, models, recompute, strategy, bf16=False, method="ulysses"):
     """Return a step of each model."""
     data_parallel = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     results = []
     with distributed_mesh(mesh_config(tp, cp)) as mesh:
         for model_config in models:
             _, step = split_step(
-                mesh, model_config, recompute, data_parallel, method="ulysses", bf16=bf16
+                mesh, model_config, recompute, data_parallel, method=method, bf16=bf16
             )
             results.append(step)
     return results
 
 
-def check(ranks, cp, tp, models=LLAMAS, recompute=SLICES, strategy="zero3"):
+def check(ranks, cp, tp, models=LLAMAS, recompute=SLICES, strategy="zero3", method="ulysses"):
     """Assert that every rank's steps are those of one process."""
     expected = [whole_step(model_config, plain(model_config, None)) for model_config in models]
-    for results in run_ranks(steps, ranks, cp, tp, models, recompute, strategy):
+    arguments = (cp, tp, models, recompute, strategy, False, method)
+    for results in run_ranks(steps, ranks, *arguments):
         for step, whole in zip(results, expected, strict=True):
             check_step(step, whole, (cp, tp, strategy))
 
@@ -77,6 +78,16 @@ def test_activations_on_the_host():
 @pytest.mark.parametrize(("ranks", "cp", "tp"), [(4, 2, 2), (4, 4, 1), (4, 2, 1), (4, 1, 2)])
 def test_meshes_of_four_ranks(ranks, cp, tp):
     check(ranks, cp, tp)
+
+
+def test_queries_that_travel_with_sharded_weights():
+    check(2, 2, 1, [*LLAMAS, config(**DELTA)], method="allgather_q")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cp", "tp"), [(4, 2, 2), (4, 4, 1), (4, 2, 1)])
+def test_queries_that_travel_on_meshes_of_four_ranks(ranks, cp, tp):
+    check(ranks, cp, tp, method="allgather_q")
 
 
 def pipelined_steps(rank, world_size, models, sizes):

@@ -10,6 +10,7 @@ from planner.cluster import CLUSTERS, default_cluster, load_cluster
 from planner.extremes import changes, limit_of_longest
 from planner.layers.memory import backward_bytes, slice_cost
 from planner.levers import ORDER, SLICES, ladder, settings
+from planner.rehearsal import rehearse
 from planner.search import contexts, weigh
 from planner.step_cost import step_seconds
 from planner.step_shape import Arrangement
@@ -79,6 +80,53 @@ def test_exchanges_of_every_slice_wait_and_sums_of_keys_are_read_and_written():
     assert cost.sum_seconds(COMPUTE) == 0
 
 
+def test_slices_on_several_ranks_have_the_same_tiles():
+    """With four times the tokens, each rank's slice sees as large a share of all keys."""
+    arrangement = replace(WHOLE, layer_chunk=1024)
+    one = slice_cost(GPT_7B, make_plan("ulysses", seq_len=8192, size=1), arrangement)
+    slow = replace(COMPUTE, memory_gb_per_s=1.0)
+    for method, options in (
+        ("ulysses", {}),
+        ("allgather_q", {"ulysses_degree": 4}),
+        ("allgather_q", {"ulysses_degree": 2}),
+    ):
+        plan = make_plan(method, seq_len=4 * 8192, size=4, **options)
+        cost = slice_cost(GPT_7B, plan, arrangement)
+        assert cost.tile_seconds(H100) == pytest.approx(one.tile_seconds(H100), rel=1e-3)
+        if cost.team == 1:
+            assert cost.sum_seconds(slow) == pytest.approx(one.sum_seconds(slow), rel=1e-3)
+        else:  # a tile has the queries of two groups of ranks
+            keys = 2 * one.sum_seconds(slow) - cost.sum_seconds(slow)
+            assert 0 < keys < one.sum_seconds(slow)
+
+
+def test_gathers_of_every_slice_wait():
+    """12 exchanges of heads and 11 collectives of queries, of each slice but the first."""
+    plan = make_plan("allgather_q", seq_len=16384, size=4, ulysses_degree=2)
+    cost = slice_cost(GPT_7B, plan, replace(WHOLE, layer_chunk=1024))
+    nodes = replace(LATENCY, inside_latency_us=1e6, between_latency_us=2e6)
+    assert cost.latency_seconds(replace(nodes, gpus_per_node=4), 1) == (12 + 11) * 3
+    assert cost.latency_seconds(replace(nodes, gpus_per_node=2), 1) == (12 + 22) * 3
+    assert cost.latency_seconds(replace(nodes, gpus_per_node=2), 2) == (24 + 22) * 3
+
+
+@pytest.mark.parametrize(("size", "degree"), [(2, 1), (4, 1), (4, 2)])
+def test_memory_of_gathered_queries_is_that_of_the_code(size, degree):
+    """A dry run allocates what the code does, without memory; twice the slice adds as much."""
+    flags = PROFILED.replace("ulysses", f"allgather_q --ulysses-degree {degree}")
+    flags = f"--context-parallel-size {size} {flags}{size * 8192}"
+    predicted = []
+    allocated = []
+    for chunk in (1024, 2048):
+        config, task = configured(f"{flags} --layer-chunk-size {chunk}")
+        predicted.append(weigh(config, size, default_cluster("cpu"), None).device)
+        allocated.append(rehearse(config, task, 0, size, per_node=size).bytes)
+    for estimate, real in zip(predicted, allocated, strict=True):
+        assert estimate == pytest.approx(real, rel=0.05)
+    added = predicted[1] - predicted[0]
+    assert added == pytest.approx(allocated[1] - allocated[0], rel=0.06)
+
+
 def test_slices_of_short_documents_have_fewer_tiles():
     plan = make_plan("ulysses", seq_len=8192, size=1)
     packed = make_plan("ulysses", seq_len=8192, size=1, documents=(0, 1024, 4096, 8192))
@@ -121,7 +169,9 @@ def test_slices_are_a_lever_where_keys_stay_on_their_rank():
         recompute_granularity="full",
         ulysses_head_chunks=2,
     )
-    assert SLICES.further(long, H100) == [(16384, 1)]
+    assert SLICES.further(long, H100) == [(16384, 1, "ulysses")]
+    gathered = long.updated(context_parallel_method="allgather", ulysses_head_chunks=1)
+    assert SLICES.further(gathered, H100) == [(4096, 1, "allgather_q")]
     for change in (
         {"context_parallel_method": "zigzag", "ulysses_head_chunks": 1},
         {"recompute_granularity": "attention_boundary"},
@@ -130,14 +180,17 @@ def test_slices_are_a_lever_where_keys_stay_on_their_rank():
     ):
         assert SLICES.further(long.updated(**change), H100) == []
     several = long.updated(micro_batch_size=3, global_batch_size=3)
-    assert SLICES.further(several, H100) == [(16383, 1)]
+    assert SLICES.further(several, H100) == [(16383, 1, "ulysses")]
 
     tried = list(ladder([long], H100, moments=True))
     in_slices = [config for configs in tried[2:] for config in configs]
     assert {config.recompute.layer_chunk_size for config in in_slices} == {0, 16384}
     assert ORDER.index(SLICES) == len(ORDER) - 3
     methods = contexts(in_slices[0].updated(context_parallel_size=4), 8)
-    assert {context.context_parallel_method for context in methods} == {"ulysses"}
+    names = {context.context_parallel_method for context in methods}
+    assert names == {"ulysses", "allgather_q"}
+    of_whole = contexts(long, 8)
+    assert "allgather_q" not in {context.context_parallel_method for context in of_whole}
 
 
 def test_a_linear_or_full_attention_is_not_cut_into_slices():

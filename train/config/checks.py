@@ -124,9 +124,9 @@ def _check_slices(config: CommonConfig) -> None:
     unit = config.slice_unit
     sequences = 1 if config.packed else config.train.micro_batch_size
     layout = config.layout_of_slices
-    layouts = ("auto", "contiguous")
+    layouts = {"auto", "contiguous"}
     if method == "allgather_q" and ranks > 1 and not config.delta:
-        layouts = ("auto", "zigzag", "contiguous")
+        layouts.add("zigzag")
     head_chunks = config.context.ulysses_head_chunks
 
     schedule = config.context.delta_rule_schedule

@@ -164,13 +164,14 @@ class _InSlices(torch.autograd.Function):
         layer_pass: LayerPass = ctx.layer_pass
         gradients = ChunkGradients(x, ctx.parameters, ctx.needs_input_grad[1:])
         memory = SliceMemory(states=ctx.states)
+        slices = list(layer_pass.slices(x, memory))
         try:
             with gathered_inside(layer_pass.layer.layer, reshard=False):
-                if ctx.has_keys:
+                if ctx.has_keys and len(slices) > 1:  # a single slice stores its keys by itself
                     for piece in layer_pass.slices(x, memory, keys_only=True):
                         _store_keys(layer_pass, x, piece)
                     memory.has_all_keys = True
-                for piece in reversed(list(layer_pass.slices(x, memory))):
+                for piece in reversed(slices):
                     _add_gradients(layer_pass, gradients, x, dout, piece)
         finally:
             # A slice that failed is still in its graph, and would keep these tensors alive.

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from model.parts.attention import HybridAttention
 from model.parts.delta import OneDevice
-from parallel.context import context_parallel
+from parallel.context import context_parallel, make_plan
 from parallel.recompute import RecomputeConfig, recompute_layers
 from tests.model.models import used
 from train.context_attention import _cu_seqlens, _uncompiled
@@ -95,6 +95,26 @@ def prepared(
     data = batch(config.vocabulary, documents, sequences, length)
     local = objective.local(data)
     return model, cp, lambda: objective.loss_sum(model, local)
+
+
+def planned_bytes(config, rank, size, documents=None, *, length=LENGTH, method, **options):
+    """Return the bytes that a rank sends in a step by the plan: every layer's attention forward,
+    forward again, and backward.
+    """
+    plan = make_plan(method, seq_len=length, size=size, documents=documents, **options)
+    sizes = {
+        "batch": 1,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_query_groups,
+        "head_dim": config.head_dim,
+        "element_size": 8,
+    }
+    total = 0
+    for window in config.windows:
+        attention = plan if window is None else plan.windowed(window)
+        cost = attention.cost(rank, **sizes)
+        total += 2 * cost.forward.total + cost.backward.total
+    return total
 
 
 def furthest(results, expected):

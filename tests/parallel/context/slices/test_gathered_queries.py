@@ -11,7 +11,7 @@ from parallel.context import context_parallel, make_plan
 from parallel.context.executor import Executor
 from parallel.context.layout import ContextError
 from runtime.ranks import run_ranks
-from tests.parallel.context.slices.models import LENGTH, PACKED, furthest, step
+from tests.parallel.context.slices.models import PACKED, furthest, planned_bytes, step
 from tests.parallel.context.slices.test_layer import EXACT, MODELS
 
 SIZES = (6, 4, 2)
@@ -32,26 +32,6 @@ HYBRIDS = [("qwen3_5", None), ("qwen3_5", PACKED), ("kimi delta attention", PACK
 BLOCKS = {"layout": "contiguous"}
 
 
-def expected_bytes(config, documents, rank, size, **options):
-    """Return the bytes of a step by the plan: forward, again, and backward of every layer."""
-    plan = context_parallel(
-        "allgather_q", seq_len=LENGTH, group=torch.distributed.group.WORLD, **options
-    ).plan
-    total = 0
-    for layer in range(config.num_layers):
-        attention = plan.under(cu_seqlens=documents, window=config.window(layer))
-        cost = attention.cost(
-            rank,
-            batch=1,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_query_groups,
-            head_dim=config.head_dim,
-            element_size=8,
-        )
-        total += 2 * cost.forward.total + cost.backward.total
-    return total
-
-
 def on_ranks(rank, world_size, cases, sizes, options):
     """Return each case's largest difference from one process, and the bytes sent and planned."""
     group = torch.distributed.group.WORLD
@@ -62,7 +42,7 @@ def on_ranks(rank, world_size, cases, sizes, options):
         for size in sizes:
             context = {"method": "allgather_q", **options}
             in_slices, sent = step(config, size, documents=documents, group=group, **context)
-            planned = expected_bytes(config, documents, rank, world_size, slice_len=size, **options)
+            planned = planned_bytes(config, rank, world_size, documents, slice_len=size, **context)
             results.append((name, furthest(in_slices, whole), sent, planned))
     return results
 

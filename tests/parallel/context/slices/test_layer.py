@@ -15,7 +15,7 @@ from parallel.context.slices import delta
 from parallel.context.slices.layer import Slice, SliceMemory, SliceOrderError
 from runtime.ranks import run_ranks
 from tests.model.models import FAMILY, GPT, KDA, LLAMA, tied
-from tests.parallel.context.slices.models import PACKED, furthest, prepared, step
+from tests.parallel.context.slices.models import PACKED, furthest, planned_bytes, prepared, step
 
 EXACT = 1e-12
 """Bound relative to the largest entry, in float64; faults are 10^9 times as far and more."""
@@ -81,6 +81,11 @@ def on_ranks(rank, world_size, name, documents, sizes):
     results = []
     for size in sizes:
         in_slices, sent = step(config, size, documents=documents, group=group)
+        if not config.delta_rule and config.lora_rank is None:
+            planned = planned_bytes(
+                config, rank, world_size, documents, method="ulysses", slice_len=size
+            )
+            assert sent == planned
         results.append((furthest(in_slices, whole), sent / sent_whole))
     return results
 
@@ -376,3 +381,15 @@ def test_bytes_of_a_token_are_those_of_the_pages_table(monkeypatch):
         Plan, "slice_tiles", lambda plan, first, end, _=None: tiles(plan, first, end)
     )
     assert slope_of_peak() > 1.3 * (table + others)
+
+
+def test_a_single_slice_computes_its_keys_no_more_often_than_full_recomputation(monkeypatch):
+    stored = []
+    store = SliceMemory.store_keys
+    monkeypatch.setattr(
+        SliceMemory, "store_keys", lambda memory, *a: stored.append(a) or store(memory, *a)
+    )
+    whole, _ = step(MODELS["llama"], granularity="none")
+    in_one, _ = step(MODELS["llama"], 24)
+    assert furthest(in_one, whole) < EXACT
+    assert len(stored) == 2 * MODELS["llama"].num_layers

@@ -383,12 +383,9 @@ def gather_order(
 ) -> Tensor | None:
     """Return the permutation that sorts the gathered tokens of ``ranks`` by position, or None.
 
-    None means that the tokens are already sorted. Otherwise the result is int64 ``[len(ranks) *
-    local_len]`` on the device. It is cached, since making and copying it in every layer would cost
-    more than the gather.
-
-    Args:
-        slice_len: number of each rank's tokens, if they are those of one slice; 0 for all.
+    None means that the tokens are already sorted. Otherwise the result is int64 ``[tokens of the
+    ranks]`` on the device. It is cached, since making and copying it in every layer would cost more
+    than the gather. ``slice_len`` is the number of each rank's tokens in a slice; 0 means all.
     """
     layout = geometry.layout.of_slice(slice_len) if slice_len else geometry.layout
     strides = [run for rank in ranks for run in layout.strides(geometry.owner(rank))]

@@ -64,7 +64,8 @@ def full_methods() -> tuple[str, ...]:
     """Return the methods of full attention that keep tokens in order."""
     names = []
     for name, method in METHODS.items():
-        if method.layout(causal=False) in ("contiguous", BALANCED):
+        in_order = method.layout(causal=False) in ("contiguous", BALANCED)
+        if in_order and not method.for_slices_only:
             names.append(name)
     return tuple(names)
 

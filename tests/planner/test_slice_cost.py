@@ -83,7 +83,7 @@ def test_exchanges_of_every_slice_wait_and_sums_of_keys_are_read_and_written():
 def test_slices_on_several_ranks_have_the_same_tiles():
     """With four times the tokens, each rank's slice sees as large a share of all keys."""
     arrangement = replace(WHOLE, layer_chunk=1024)
-    one = slice_cost(GPT_7B, make_plan("ulysses", seq_len=8192, size=1), arrangement)
+    on_one_rank = slice_cost(GPT_7B, make_plan("ulysses", seq_len=8192, size=1), arrangement)
     slow = replace(COMPUTE, memory_gb_per_s=1.0)
     for method, options in (
         ("ulysses", {}),
@@ -92,12 +92,12 @@ def test_slices_on_several_ranks_have_the_same_tiles():
     ):
         plan = make_plan(method, seq_len=4 * 8192, size=4, **options)
         cost = slice_cost(GPT_7B, plan, arrangement)
-        assert cost.tile_seconds(H100) == pytest.approx(one.tile_seconds(H100), rel=1e-3)
+        assert cost.tile_seconds(H100) == pytest.approx(on_one_rank.tile_seconds(H100), rel=1e-3)
         if cost.team == 1:
-            assert cost.sum_seconds(slow) == pytest.approx(one.sum_seconds(slow), rel=1e-3)
+            assert cost.sum_seconds(slow) == pytest.approx(on_one_rank.sum_seconds(slow), rel=1e-3)
         else:  # a tile has the queries of two groups of ranks
-            keys = 2 * one.sum_seconds(slow) - cost.sum_seconds(slow)
-            assert 0 < keys < one.sum_seconds(slow)
+            keys = 2 * on_one_rank.sum_seconds(slow) - cost.sum_seconds(slow)
+            assert 0 < keys < on_one_rank.sum_seconds(slow)
 
 
 def test_gathers_of_every_slice_wait():

@@ -3,7 +3,7 @@
 import ast
 import pickle
 import random
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -14,6 +14,7 @@ from kernels.attention import CAUSAL
 from parallel.context import METHODS, ContextError, make_plan
 from parallel.context.geometry import gather_order
 from tests.compositions import EVERY
+from tests.parallel.context.sparse.play import joined_positions
 
 SIZES = (*range(1, 17), 24, 31, 33, 48)
 PLANNED = [row for row in EVERY if row.options.get("layout") != "balanced"]
@@ -33,12 +34,7 @@ def coverage(plan, moves="kv"):
     The counts are [query, key].
     """
 
-    @cache
-    def joined(ranks):
-        positions = torch.cat([plan.positions(rank) for rank in ranks])
-        order = gather_order(plan.geometry, ranks, torch.device("cpu"))
-        return (positions if order is None else positions[order]).numpy()
-
+    joined = cache(partial(joined_positions, plan))
     counts = np.zeros((plan.padded_len, plan.padded_len), dtype=np.int64)
     for rank in range(0, plan.size, plan.geometry.ulysses_degree):
         for step in plan.rounds(rank, moves):

@@ -142,9 +142,8 @@ def check_tiles(plan, moves):
         return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
 
     stride, everyone = plan.layout.stride, plan.work(moves)
-    apart = (
-        plan.geometry.method.name == "allgather" and stride > 1
-    )  # whose keys are joined rank by rank
+    gathers_all = plan.geometry.method.name in ("allgather", "allgather_q")
+    apart = gathers_all and stride > 1  # joined rank by rank
     for rank in range(plan.size):
         place = plan.geometry.place(rank)
         for index, step in enumerate(plan.rounds(rank, moves)):

@@ -22,7 +22,7 @@ def formula(plan, rank, kv_heads):
     With A = B N H / P elements of a rank's q: 2 B N H / C point to point, of which a ring of one
     rank per team sends P - 1 parts in P, and a team nothing where its KV is placed on the rank
     itself; 4 A (C - 1) in a team's collectives and one lse per head besides; 4 A (U - 1) / U in
-    those of Ulysses.
+    those of Ulysses. allgather_q gathers q, and returns outputs and their lse.
     """
     size, degree, team = plan.size, plan.geometry.ulysses_degree, plan.geometry.team_size
     query = Fraction(BATCH * plan.padded_len * HEADS * WIDTH, size)
@@ -32,6 +32,8 @@ def formula(plan, rank, kv_heads):
     name, num_places = plan.geometry.method.name, size // degree
     if name == "allgather":
         return Fraction(0), keys * (num_places - 1) + heads
+    if name == "allgather_q":
+        return Fraction(0), (2 * query + lse) * (num_places - 1) + heads
     if name == "ulysses":
         return Fraction(0), heads
     is_local = team == 1 or plan.geometry.rounds_of(rank)[0].sends[0].to == rank

@@ -91,11 +91,16 @@ def drawing(
     return Drawing(plan, owners, tuple(rounds), work)
 
 
+def _positions(plan: Plan, ranks: tuple[int, ...]) -> np.ndarray:
+    """Return the positions of several ranks, in ascending order."""
+    return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
+
+
 def _mark_pairs(computed: np.ndarray, plan: Plan, rank: int, index: int) -> None:
     """Write ``rank`` into ``computed`` [S, S] at the pairs that it computes in a round."""
     step = plan.rounds(rank)[index]
-    queries = plan.positions(rank).numpy()
-    keys = np.sort(np.concatenate([plan.positions(source).numpy() for source in step.holds]))
+    queries = _positions(plan, plan.geometry.team(rank))
+    keys = _positions(plan, step.holds)
     for tile in step.tiles:
         visible = np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=bool)
         if tile.kind == CAUSAL:

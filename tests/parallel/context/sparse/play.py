@@ -7,9 +7,11 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from kernels.attention import ANTI, CAUSAL, FULL
 from parallel.context import METHODS, make_plan
+from parallel.context.geometry import gather_order
 from parallel.context.sparse.flow import Parcel
 
 MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
@@ -65,6 +67,13 @@ def spelled_out(rows):
     return positions
 
 
+def joined_positions(plan, ranks):
+    """Return the positions of ranks in the order in which their tokens are gathered."""
+    positions = torch.cat([plan.positions(rank) for rank in ranks])
+    order = gather_order(plan.geometry, ranks, torch.device("cpu"))
+    return (positions if order is None else positions[order]).numpy()
+
+
 class Play:
     """One backward of all ranks in step, whose rows travel as a forward's do where ``moves`` is kv.
 
@@ -90,7 +99,7 @@ class Play:
         self._needed: list[list[np.ndarray]] = [[] for _ in self.ranks]
 
     def _joined(self, ranks):
-        return np.concatenate([self.plan.positions(rank).numpy() for rank in ranks])
+        return joined_positions(self.plan, ranks)
 
     def run(self):
         """Play all rounds and check what has come about."""

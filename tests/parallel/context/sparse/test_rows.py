@@ -18,7 +18,7 @@ from parallel.context.sparse.rows import (
     without,
 )
 from tests.parallel.context.sparse.play import drawn as drawn_plan
-from tests.parallel.context.sparse.play import visible
+from tests.parallel.context.sparse.play import joined_positions, visible
 
 
 def drawn(draw, length=30):
@@ -71,7 +71,7 @@ def sets(plan):
     for ranks in groups:
         yield (
             plan.real_pieces(ranks),
-            np.concatenate([plan.positions(rank).numpy() for rank in ranks]),
+            joined_positions(plan, ranks),
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallel.context.methods import METHODS
 from planner.cluster import Cluster
 from planner.levers import (
     ORDER,
@@ -57,7 +58,7 @@ def fits(
     """Return True if some arrangement and method fit with the settings that save most memory.
 
     Stages of heads (ulysses_head_chunks) and slices of layers (layer_chunk_size) are tried last,
-    since only methods that exchange heads have them.
+    since only some methods have them.
     """
     question = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
 
@@ -279,7 +280,13 @@ def _ordered(
 
     Flags that are only valid together form one step.
     """
-    steps: list[tuple[str, ...]] = [FIELDS]
+    fields: tuple[str, ...] = FIELDS
+    method = value_of(config, "context_parallel_method")
+    target_method = value_of(target, "context_parallel_method")
+    if method in METHODS and METHODS[method].in_slices == target_method:
+        # Only with slices does this change save memory, so it is part of their step.
+        fields = tuple(name for name in FIELDS if name != "context_parallel_method")
+    steps: list[tuple[str, ...]] = [fields]
     inexact: set[str] = set()
     for index, lever in enumerate(ORDER):
         num_before = ORDER[:index].count(lever)

@@ -108,7 +108,8 @@ def _slices(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int, str]]:
     context = config.context
     name = context.context_parallel_method
     current = (recompute.layer_chunk_size, context.ulysses_head_chunks, name)
-    if current[0] or recompute.recompute_granularity != "full" or not takes_slices(config):
+    is_full = recompute.recompute_granularity == "full"
+    if recompute.layer_chunk_size or not is_full or not takes_slices(config):
         return [current]
 
     ranks = config.mesh.context_parallel_size
@@ -131,7 +132,7 @@ def takes_slices(config: AnyConfig) -> bool:
         return False
     if config.train.compile or config.float8.fp8_format is not None:
         return False
-    if config.context.context_parallel_layout not in ("auto", "contiguous"):
+    if config.context.context_parallel_layout not in config.layouts_of_slices:
         return False
 
     ranks = config.mesh.context_parallel_size
@@ -319,7 +320,8 @@ def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
             continue
         leanest = lever.values(config, cluster)[-1]
         for name, current, lean in zip(lever.fields, lever.of(config), leanest, strict=True):
-            if lean and current != lean and name not in STAGES.fields:
+            is_told = name not in (*STAGES.fields, "context_parallel_method")
+            if lean and current != lean and is_told:
                 untried.append(name)
     return tuple(untried)
 

@@ -28,6 +28,7 @@ from planner.step_shape import Arrangement, StepShape
 from planner.workload import typical_documents, with_softmax_layers, workload_of
 from runtime.errors import UserError, divisors
 from runtime.progress import Progress
+from train.config.checks import check_slices
 from train.config.common import CommonConfig
 from train.config.derive import with_joined_ranks
 from train.config.sizes import validate_sizes
@@ -145,12 +146,20 @@ def cost_inputs(
         float8_recipe=float8_recipe(config.float8, cluster),
     )
     method = config.context.context_parallel_method
-    backward = "kv" if recompute.layer_chunk_size else "auto"  # as PlanOptions.resolved
     if method == "none" and cp == 1:  # all methods are the same on one rank
         method = next(contexts(config, 1)).context_parallel_method
     per_node = max(1, cluster.gpus_per_node // tp)
-    lengths = (config.joined_length, cp, tp)
-    plan = _plan_of(config.context, method, per_node, backward, *lengths, config.causal, cu_seqlens)
+    plan = _plan_of(
+        config.context,
+        method,
+        per_node,
+        recompute.layer_chunk_size > 0,
+        config.joined_length,
+        cp,
+        tp,
+        config.causal,
+        cu_seqlens,
+    )
     return workload_of(config, arrangement.dp, cluster.device), plan, arrangement
 
 
@@ -159,16 +168,22 @@ def _plan_of(
     context: ContextConfig,
     method: str,
     per_node: int,
-    backward: str,
+    in_slices: bool,
     seq_len: int,
     cp: int,
     tp: int,
     causal: bool,
     cu_seqlens: tuple[int, ...] | None,
 ) -> Plan:
-    """Return the attention's plan, which most settings of recomputation and sharding share."""
+    """Return the attention's plan, which most settings of recomputation and sharding share.
+
+    With ``in_slices`` the plan of the whole sequence stands for those of its slices: keys stay, and
+    the work is nearly even in any layout of a slice.
+    """
     options = context.plan_arguments(per_node)
-    options |= {"documents": cu_seqlens, "backward": backward}
+    options["documents"] = cu_seqlens
+    if in_slices:
+        options |= {"backward": "kv", "layout": "auto"}
     return make_plan(method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, **options)
 
 
@@ -282,6 +297,8 @@ def candidates_of(
             candidate = replace(joined, context=context)
             try:
                 validate_sizes(candidate, world_size)
+                if candidate.recompute.layer_chunk_size:
+                    check_slices(candidate)
             except UserError as error:
                 refused[str(error)] += 1
                 continue

@@ -99,8 +99,8 @@ class PlanOptions:
             in_blocks = size == degree or self.layout == "contiguous"
             if in_blocks and "contiguous" in method.layouts:
                 layout = "contiguous"
-            check_slices(self.slice_len, causal, self.layout, layout)
-            backward = "kv"  # the gradients of keys are summed where the keys stay
+            check_slices(self.slice_len, causal, self.layout, layout, backward)
+            backward = "kv"
         elif self.layout != "auto":
             layout = self.layout
         return replace(self, ulysses_degree=degree, layout=layout, backward=backward)

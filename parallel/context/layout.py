@@ -106,11 +106,11 @@ class Layout:
         work under a causal mask, since early tokens see few keys and late tokens see many.
         """
         if self.slice_len:
-            in_slices = []
+            of_slices = []
             for first, layout in self._slices():
                 for start, length in layout.strides(rank):
-                    in_slices.append(Stride(first + start, length))
-            return tuple(in_slices)
+                    of_slices.append(Stride(first + start, length))
+            return tuple(of_slices)
         team, member = divmod(rank, self.team_size)
         num_teams = self.size // self.team_size
         local_len = self.seq_len // self.size
@@ -146,11 +146,11 @@ class Layout:
         stretches.
         """
         if self.slice_len:
-            in_slices = []
+            of_slices = []
             for first, layout in self._slices():
-                of_parts = (first + layout.positions(rank)).reshape(self.slice_parts, -1)
-                in_slices.append(of_parts)
-            return np.concatenate(in_slices, axis=1).ravel()
+                positions = first + layout.positions(rank)
+                of_slices.append(positions.reshape(self.slice_parts, -1))
+            return np.concatenate(of_slices, axis=1).ravel()
         step = self.stride
         runs = []
         for start, length in self.strides(rank):
@@ -200,7 +200,9 @@ None means all.
 """
 
 
-def check_slices(slice_len: int, causal: bool, layout: str, layout_of_slices: str) -> None:
+def check_slices(
+    slice_len: int, causal: bool, layout: str, layout_of_slices: str, backward: str
+) -> None:
     """Check that a sequence can be taken in slices, which the ranks share in one layout."""
     if slice_len < 0:
         raise ContextError(
@@ -215,6 +217,11 @@ def check_slices(slice_len: int, causal: bool, layout: str, layout_of_slices: st
         raise ContextError(
             f"context_parallel_layout is {layout!r} with slice_len {slice_len}, but "
             f"the layout of each slice is {layout_of_slices}; use auto, or slice_len 0"
+        )
+    if backward == "queries":
+        raise ContextError(
+            f"backward is queries with slice_len {slice_len}, but the gradients of a slice's keys "
+            "are summed where the keys stay; use auto or kv"
         )
 
 

@@ -73,8 +73,9 @@ class SliceCost:
 
         A kernel returns the gradients of a tile: of a slice's queries, and of as many keys. They
         are added to sums in float32, those of the queries too. A team's queries are gathered, each
-        tensor once as received and once in order, beside this rank's; their gradients are ordered
-        before they are sent.
+        tensor once as received and once in order, beside this rank's. In the forward pass that runs
+        again, their outputs in float32 exist as computed, in order, and as received; sequences of a
+        micro-batch are joined for the exchange.
         """
         share = self.length / self.plan.local_len
         sums, tile = self._query_gradients
@@ -83,7 +84,9 @@ class SliceCost:
             return computing
         queries = self.sizes.payload("queries") * share
         gathered = self.team * queries
-        return queries + max(2 * gathered, gathered + computing, 3 * sums)
+        copies = 3 + (self.sizes.batch > 1)
+        forward = tile + copies * sums
+        return queries + max(2 * gathered, gathered + computing, forward)
 
     def state_bytes(self, delta: DeltaShape) -> float:
         """Return the bytes of states that slices of a layer leave for the backward pass.

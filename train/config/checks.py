@@ -41,7 +41,7 @@ def validate_run(config: CommonConfig) -> None:
             "already; leave out --recompute-offload, or use --device cuda"
         )
     if config.recompute.layer_chunk_size:
-        _check_slices(config)
+        check_slices(config)
     optimizer = config.optimizer
     optimizer.spec.check(optimizer, config.mesh.device_type)
     if config.train.compile:
@@ -115,29 +115,19 @@ def _check_compile(config: CommonConfig) -> None:
         )
 
 
-def _check_slices(config: CommonConfig) -> None:
-    """Check that the layers can take the sequence in slices, and the ranks can share each slice."""
+def check_slices(config: CommonConfig) -> None:
+    """Check that the layers can take the sequence in slices, and the ranks can share each slice.
+
+    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    """
     size = config.recompute.layer_chunk_size
     method = config.context.context_parallel_method
     ranks = config.mesh.context_parallel_size
-    tp = config.mesh.tensor_model_parallel_size
     unit = config.slice_unit
-    sequences = 1 if config.packed else config.train.micro_batch_size
     layout = config.layout_of_slices
-    layouts = {"auto", "contiguous"}
-    if method == "allgather_q" and ranks > 1 and not config.delta:
-        layouts.add("zigzag")
+    layouts = config.layouts_of_slices
     head_chunks = config.context.ulysses_head_chunks
-
     schedule = config.context.delta_rule_schedule
-    shares = []
-    if sequences > 1:
-        shares.append(f"the {sequences} sequences of a micro-batch")
-    if tp > 1:
-        shares.append(f"{tp} tensor-parallel ranks")
-    if unit > sequences * tp:
-        shares.append("two chunks of each rank in the zigzag layout")
-    sharing = " and ".join(shares)
 
     without = "leave out --layer-chunk-size"
     refusals = [
@@ -163,8 +153,8 @@ def _check_slices(config: CommonConfig) -> None:
         ),
         (
             layout not in layouts,
-            f"context_parallel_layout is {layout}, but the ranks share each slice in blocks; "
-            "leave out --context-parallel-layout",
+            f"context_parallel_layout is {layout}, but the layout of each slice is one of "
+            f"{', '.join(layouts)}; leave out --context-parallel-layout",
         ),
         (
             head_chunks > 1,
@@ -183,7 +173,7 @@ def _check_slices(config: CommonConfig) -> None:
         ),
         (
             size % unit,
-            f"it must be a multiple of {unit}, since {sharing} share a slice; nearest "
+            f"it must be a multiple of {unit}, since {_sharing(config)} share a slice; nearest "
             f"that works: {max(1, round(size / unit)) * unit}",
         ),
         (
@@ -197,6 +187,20 @@ def _check_slices(config: CommonConfig) -> None:
             raise ConfigError(f"layer_chunk_size is {size}, but {reason}")
     if config.delta and ranks > 1:
         _check_delta_slices(config)
+
+
+def _sharing(config: CommonConfig) -> str:
+    """Name what shares a slice evenly."""
+    tp = config.mesh.tensor_model_parallel_size
+    sequences = 1 if config.packed else config.train.micro_batch_size
+    shares = []
+    if sequences > 1:
+        shares.append(f"the {sequences} sequences of a micro-batch")
+    if tp > 1:
+        shares.append(f"{tp} tensor-parallel ranks")
+    if config.slice_unit > sequences * tp:
+        shares.append("two chunks of each rank in the zigzag layout")
+    return " and ".join(shares)
 
 
 def _check_delta_slices(config: CommonConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from parallel.context.config import ContextConfig
+from parallel.context.methods import METHODS
 from parallel.data import DataParallelConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.stages import PipelineConfig
@@ -209,13 +210,23 @@ class CommonConfig(ABC):
         """
         sequences = 1 if self.packed else self.train.micro_batch_size
         shares = self.mesh.tensor_model_parallel_size
-        has_team = self.mesh.context_parallel_size > 1 and (
-            self.context.context_parallel_method in ("allgather", "allgather_q")
-        )
-        is_zigzag = has_team and self.layout_of_slices != "contiguous"
+        is_zigzag = "zigzag" in self.layouts_of_slices and self.layout_of_slices != "contiguous"
         if is_zigzag and self.context.ulysses_degree % 2:
             shares = lcm(shares, 2)
         return sequences * shares
+
+    @property
+    def layouts_of_slices(self) -> tuple[str, ...]:
+        """Layouts that ``context_parallel_layout`` may name if layers take slices.
+
+        Zigzag needs several groups of ranks, between which queries travel.
+        """
+        method = METHODS.get(self.context.context_parallel_method)
+        gathers_queries = method is not None and method.in_slices == "allgather_q"
+        has_groups = self.mesh.context_parallel_size > self.context.ulysses_degree
+        if gathers_queries and has_groups and not self.delta:
+            return ("auto", "contiguous", "zigzag")
+        return ("auto", "contiguous")
 
     @property
     def rotates(self) -> bool:

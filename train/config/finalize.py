@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from model.registry import architecture_of
 from parallel.context.config import ContextConfig
+from parallel.context.methods import METHODS
 from runtime.errors import UserError
 from runtime.processes import launched_world_size
 from runtime.progress import counted
@@ -182,7 +183,13 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
         earlier = load(type(config), file)
         same_mesh = earlier.mesh.joined(world_size) == config.mesh
         same_length = earlier.sequence_length == config.sequence_length
-        if same_mesh and same_length and earlier.context.context_parallel_method != "auto":
+        name = earlier.context.context_parallel_method
+        takes_slices = name in METHODS and METHODS[name].in_slices == name
+        if config.mesh.context_parallel_size > 1 and config.recompute.layer_chunk_size:
+            fits = takes_slices
+        else:
+            fits = name != "auto"
+        if same_mesh and same_length and fits:
             if config.hybrid_layouts:
                 resumed: Any = replace(config, context=earlier.context)
                 validate_hybrid(resumed)

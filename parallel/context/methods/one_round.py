@@ -28,7 +28,8 @@ class AllGatherQ(BalancedMethod):
     (parallel/context/slices).
     """
 
-    name = in_slices = "allgather_q"
+    name = "allgather_q"
+    in_slices = "allgather_q"
     for_slices_only = True
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
@@ -44,7 +45,8 @@ class Ulysses(Method):
     any layout.
     """
 
-    name = in_slices = "ulysses"
+    name = "ulysses"
+    in_slices = "ulysses"
     splits_heads = True
 
     def check(self, shape: Shape, causal: bool) -> None:

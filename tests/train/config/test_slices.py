@@ -17,7 +17,9 @@ multiple of 2, since two chunks of each rank in the zigzag layout share | neares
 2 16 --context-parallel-size 2 --context-parallel-method allgather_q \
 --context-parallel-layout striped | context_parallel_layout is striped | leave out
 2 16 --model-type qwen3_5 --context-parallel-size 2 --context-parallel-method allgather_q \
---context-parallel-layout zigzag | context_parallel_layout is zigzag, but the ranks | leave out
+--context-parallel-layout zigzag | context_parallel_layout is zigzag, but the layout | leave out
+4 16 --context-parallel-size 4 --context-parallel-method allgather_q --ulysses-degree 4 \
+--context-parallel-layout zigzag | context_parallel_layout is zigzag, but the layout | leave out
 2 16 --context-parallel-size 2 --context-parallel-method ulysses --ulysses-head-chunks 2 | \
 ulysses_head_chunks is 2 | leave out one
 1 16 --context-parallel-method ulysses --context-parallel-layout zigzag | \
@@ -42,6 +44,9 @@ ACCEPTED = """
 2 15 --context-parallel-size 2 --context-parallel-method allgather_q \
 --context-parallel-layout contiguous
 4 15 --context-parallel-size 4 --context-parallel-method allgather_q --ulysses-degree 2
+2 16 --context-parallel-size 2 --context-parallel-method allgather_q \
+--context-parallel-layout zigzag
+1 15 --context-parallel-method allgather_q
 2 15 --model-type qwen3_5 --context-parallel-size 2 --context-parallel-method allgather_q
 """
 

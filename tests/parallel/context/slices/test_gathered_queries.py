@@ -16,6 +16,13 @@ from tests.parallel.context.slices.test_layer import EXACT, MODELS
 
 SIZES = (6, 4, 2)
 """Tokens of a rank in a slice, for two ranks; the zigzag layout has two chunks of each rank."""
+OTHER_SIZES = [
+    # sequences, length, documents, tokens of a rank in a slice
+    (3, 24, None, 6),
+    (2, 21, None, 4),
+    (1, 23, (0, 1, 2, 9, 23), 6),
+    (1, 5, None, 8),
+]
 CASES = [
     ("llama", None),
     ("llama", PACKED),
@@ -29,7 +36,6 @@ MODELS = MODELS | {
     "llama of one head": replace(MODELS["llama"], num_attention_heads=1, num_query_groups=1)
 }
 HYBRIDS = [("qwen3_5", None), ("qwen3_5", PACKED), ("kimi delta attention", PACKED)]
-BLOCKS = {"layout": "contiguous"}
 
 
 def on_ranks(rank, world_size, cases, sizes, options):
@@ -68,15 +74,40 @@ def test_queries_travel_to_keys_that_stay_and_send_what_the_plan_counts(ranks, d
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_delta_rule_splits_its_heads_among_all_ranks(ranks):
     """The keys of softmax layers stay, while the delta rule's heads are exchanged."""
-    for results in run_ranks(on_ranks, ranks, HYBRIDS, (3, 2), BLOCKS):
+    for results in run_ranks(on_ranks, ranks, HYBRIDS, (3, 2), {"layout": "contiguous"}):
         assert all(difference < EXACT for _, difference, _, _ in results), results
 
 
+def of_other_sizes(rank, world_size, name):
+    """Return the largest differences from one process for batches, padding and short slices."""
+    group = torch.distributed.group.WORLD
+    differences = []
+    for sequences, length, documents, size in OTHER_SIZES:
+        sizes = {"sequences": sequences, "length": length, "documents": documents}
+        whole, _ = step(MODELS[name], granularity="none", **sizes)
+        in_slices, _ = step(MODELS[name], size, group=group, method="allgather_q", **sizes)
+        differences.append(furthest(in_slices, whole))
+    return differences
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_batches_lengths_that_are_padded_and_slices_of_all_tokens(ranks):
+    for differences in run_ranks(of_other_sizes, ranks, "llama sinks and windows"):
+        assert max(differences) < EXACT
+
+
+def refusal_of_zigzag(rank, world_size):
+    """Return the message of a delta rule whose slices are zigzag over the ranks."""
+    group = torch.distributed.group.WORLD
+    cp = context_parallel("allgather_q", seq_len=8, group=group, slice_len=2)
+    with pytest.raises(ContextError) as caught:
+        cp.delta_of_slices(None)
+    return str(caught.value)
+
+
 def test_a_delta_rule_in_zigzag_slices_is_refused():
-    cp = context_parallel("ulysses", seq_len=8, group=None, slice_len=4)
-    assert cp.delta_of_slices(None)
-    with pytest.raises(ContextError, match="layout is zigzag, but a delta rule"):
-        context_parallel("zigzag", seq_len=8, group=None).delta_of_slices(None)
+    for message in run_ranks(refusal_of_zigzag, 2):
+        assert "layout is zigzag, but a delta rule" in message
 
 
 def of_this_rank_alone(executor, gradient):
@@ -146,12 +177,18 @@ def test_gigabytes_of_the_pages_table():
 
     assert gigabytes("ulysses", 8) == (75, 75)
     assert gigabytes("ulysses", 32) == (33, 33)
-    assert gigabytes("zigzag", 32, passes=16.5) == (2197, 6732)
-    in_slices = {"slice_len": 1024}
-    assert gigabytes("allgather_q", 8, **in_slices) == (725, 1206)
-    assert gigabytes("allgather_q", 32, **in_slices) == (803, 1336)
-    assert gigabytes("allgather_q", 64, ulysses_degree=8, **in_slices) == (100, 160)
-    assert gigabytes("allgather_q", 64, ulysses_degree=16, **in_slices) == (51, 77)
+    for ranks, sent in ((8, (1984, 6520)), (32, (2197, 6732)), (64, (2232, 6768))):
+        assert gigabytes("zigzag", ranks, passes=16.5) == sent
+    for ranks, degree, sent in (
+        (8, 1, (725, 1206)),
+        (32, 1, (803, 1336)),
+        (64, 1, (816, 1357)),
+        (32, 8, (97, 148)),
+        (64, 8, (100, 160)),
+        (32, 16, (50, 67)),
+        (64, 16, (51, 77)),
+    ):
+        assert gigabytes("allgather_q", ranks, ulysses_degree=degree, slice_len=1024) == sent
 
 
 def test_each_slice_is_zigzag_over_the_ranks():

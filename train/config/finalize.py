@@ -174,8 +174,8 @@ def with_method(config: C, world_size: int, choose: Method) -> C:
 def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[ContextConfig, str]:
     """Return the context-parallel method and the reason for it.
 
-    A run that resumes on the same mesh with the same length keeps its method; otherwise ``choose``
-    decides.
+    A run that resumes on the same mesh with the same length keeps its method, unless its layers now
+    take slices and the method does not; otherwise ``choose`` decides.
     """
     checkpoint = config.checkpoint
     file = Path(checkpoint.load or "") / CONFIG
@@ -183,19 +183,22 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
         earlier = load(type(config), file)
         same_mesh = earlier.mesh.joined(world_size) == config.mesh
         same_length = earlier.sequence_length == config.sequence_length
-        name = earlier.context.context_parallel_method
-        takes_slices = name in METHODS and METHODS[name].in_slices == name
-        if config.mesh.context_parallel_size > 1 and config.recompute.layer_chunk_size:
-            fits = takes_slices
-        else:
-            fits = name != "auto"
-        if same_mesh and same_length and fits:
+        if same_mesh and same_length and _suits(earlier.context.context_parallel_method, config):
             if config.hybrid_layouts:
                 resumed: Any = replace(config, context=earlier.context)
                 validate_hybrid(resumed)
             reason = f"context parallelism: {earlier.context.title}, as in {file}"
             return earlier.context, reason
     return choose(config, world_size)
+
+
+def _suits(method: str, config: CommonConfig) -> bool:
+    """Return True if a run can go on with the method of an earlier one, maybe now in slices."""
+    if method == "auto":
+        return False
+    if config.mesh.context_parallel_size == 1 or not config.recompute.layer_chunk_size:
+        return True
+    return method in METHODS and METHODS[method].in_slices == method
 
 
 def config_to_save(config: C, requested: C, world_size: int) -> C:

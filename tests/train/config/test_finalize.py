@@ -134,3 +134,21 @@ def test_a_resumed_run_goes_on_with_its_method_on_the_same_mesh_and_length_alone
         return replace(config.context, context_parallel_method="ring"), "chosen"
 
     assert with_method(resumed, 4, choose).context.context_parallel_method == method
+
+
+@pytest.mark.parametrize(
+    ("earlier_method", "method"),
+    [("striped", "ring"), ("ulysses", "ulysses"), ("allgather_q", "allgather_q")],
+)
+def test_a_run_that_resumes_in_slices_keeps_a_method_that_takes_them(
+    earlier_method, method, tmp_path
+):
+    earlier = flagged("--context-parallel-method", earlier_method)
+    (tmp_path / "config.toml").write_text(write_toml(earlier))
+    slices = ("--recompute-granularity", "full", "--layer-chunk-size", "16")
+    resumed = flagged("--context-parallel-method", "auto", "--load", str(tmp_path), *slices)
+
+    def choose(config, world_size):
+        return replace(config.context, context_parallel_method="ring"), "chosen"
+
+    assert with_method(resumed, 4, choose).context.context_parallel_method == method

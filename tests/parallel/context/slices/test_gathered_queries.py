@@ -63,8 +63,11 @@ def on_ranks(rank, world_size, cases, sizes, options):
     ],
 )
 def test_queries_travel_to_keys_that_stay_and_send_what_the_plan_counts(ranks, degree):
-    """The bytes do not depend on the number of slices."""
-    for results in run_ranks(on_ranks, ranks, CASES, SIZES, {"ulysses_degree": degree}):
+    """The bytes do not depend on the number of slices. One head cannot be split by two ranks."""
+    cases = [
+        (name, documents) for name, documents in CASES if degree == 1 or "one head" not in name
+    ]
+    for results in run_ranks(on_ranks, ranks, cases, SIZES, {"ulysses_degree": degree}):
         for name, difference, sent, planned in results:
             assert difference < EXACT, name
             if "adapters" not in name:  # frozen layers send no gradients of keys

@@ -72,8 +72,9 @@ class RecomputeConfig:
     leaves the inner activations to recompute_granularity."""
     layer_chunk_size: int = 0
     """Number of tokens of a rank's micro-batch that go through a layer at once (as in FPDT), to
-    save GPU memory: of all tokens, only a layer's keys, values and their gradients exist at the
-    same time. Needs recompute_granularity full. 0 takes all tokens."""
+    save GPU memory: of all tokens, only a layer's input, keys and values and their gradients exist
+    at the same time. Needs recompute_granularity full and, over several ranks, the method ulysses
+    or allgather_q (docs/concepts/layers_in_slices.md). 0 takes all tokens."""
 
     def __post_init__(self) -> None:
         for name in ("loss_chunk_size", "ffn_chunk_size", "layer_chunk_size"):

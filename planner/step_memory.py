@@ -127,24 +127,25 @@ def weight_bytes(
 
     # Gathered copies of the weights in the dtype of the computation: with zero3, of one layer
     # at a time and of the parameters outside the layers; else of the whole stage, all the time.
-    is_copied = shards > 1 or size < 4
+    # FSDP gathers them on a single process too.
+    is_reduced = shards > 1 or size < 4
     is_gathered = arrangement.strategy == "zero3"
     copied_parameters = stage.total
     if is_gathered:
         copied_parameters = stage.outside + stage.per_layer
-    copies = copied_parameters * size * is_copied
+    copies = copied_parameters * size
 
     num_done = _done_before_last(work, plan, arrangement)
     gradients, waiting_bytes = _gradients(work, shards, arrangement, stage, num_done)
 
     # While the backward pass is in layer n: the gradients of layer n + 1, which are freed only when
     # those of layer n are reduced, and the weights of layer n - 1, gathered ahead.
-    unreduced_bytes = 4 * stage.per_layer * trained_share * is_copied
+    unreduced_bytes = 4 * stage.per_layer * trained_share * is_reduced
     gathered = size * stage.per_layer * (is_gathered and shards > 1)
 
     # At the end: the gradients of the parameters outside the layers, before and after their
     # reduction (legacy_ddp reduces all gradients at once), or the optimizer's temporary tensors.
-    last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_copied
+    last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_reduced
     if arrangement.strategy == "legacy_ddp":
         last = 4 * stage.total * trained_share
     step = temporary_bytes(arrangement.optimizer, stage_group(plan, arrangement))

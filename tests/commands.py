@@ -66,7 +66,7 @@ NOT_RUN = {
         "long: `make pretrain` again, with a setting"
     ),
     r"^make (?:finetune|papers|(?:lasp|rl)-table)$|(?<!configs/)runs/finetune|runs/longer|"
-    r"finetune_tiny_512k\.toml.*--(?:profile|layer-chunk-size)": (
+    r"finetune_tiny_512k\.toml.*--(?:profile|layer-chunk-size|train-iters)": (
         "long: by hand, when its figures are made again"
     ),
     r"^make (?:hooks|lock|clean|format)": "it changes the checkout or the environment",

@@ -84,7 +84,7 @@ NODES = {
     "papers": 21660,
     "bench": 32025,
     "docs": 3950,
-    "tests": 470053,
+    "tests": 470400,
 }
 """Maximum syntax nodes per folder.
 

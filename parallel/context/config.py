@@ -19,7 +19,8 @@ class ContextConfig:
     context_parallel_method: MethodName = "striped"
     """Method: layout and communication of the attention. none is plain SDPA in one process, as a
     baseline. exchange sends each rank only the keys that its queries see, for packed documents,
-    windows and several nodes. Linear attention runs with lasp or lasp2, which pass states on, or
+    windows and several nodes. allgather_q sends queries to keys that stay, for layers in slices on
+    more ranks than heads. Linear attention runs with lasp or lasp2, which pass states on, or
     with ulysses. auto takes the method that the cost model predicts to be the fastest on the
     cluster, once, when the run starts (docs/concepts/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"

@@ -148,13 +148,14 @@ def check_slices(config: CommonConfig) -> None:
         (
             ranks > 1 and method not in ("auto", "ulysses", "allgather_q"),
             f"context_parallel_method is {method}, which would send the keys of all earlier "
-            "slices again for each slice; use --context-parallel-method ulysses or, for more ranks "
-            f"than heads, allgather_q, with which they stay on their rank, or {without}",
+            "slices again for each slice; use --context-parallel-method ulysses (allgather_q for "
+            f"more ranks than heads, auto to choose), with which they stay on their rank, or "
+            f"{without}",
         ),
         (
             layout not in layouts,
-            f"context_parallel_layout is {layout}, but the layout of each slice is one of "
-            f"{', '.join(layouts)}; leave out --context-parallel-layout",
+            f"context_parallel_layout is {layout}, which slices of {_described(config)} cannot "
+            f"have; use {' or '.join(layouts)}, or leave out --context-parallel-layout",
         ),
         (
             head_chunks > 1,
@@ -187,6 +188,13 @@ def check_slices(config: CommonConfig) -> None:
             raise ConfigError(f"layer_chunk_size is {size}, but {reason}")
     if config.delta and ranks > 1:
         _check_delta_slices(config)
+
+
+def _described(config: CommonConfig) -> str:
+    """Describe what limits the layout of slices."""
+    if config.delta:
+        return "a model with a delta rule"
+    return f"method {config.context.context_parallel_method}"
 
 
 def _sharing(config: CommonConfig) -> str:

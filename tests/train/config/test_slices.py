@@ -9,7 +9,7 @@ SLICES = "--device cpu --recompute-granularity full --layer-chunk-size"
 ROWS = """
 1 16 --context-parallel-method none | context_parallel_method is none, and torch's SDPA | \
 any runs on one process
-2 16 --context-parallel-size 2 | context_parallel_method is striped, which would send | ulysses or
+2 16 --context-parallel-size 2 | context_parallel_method is striped, which would send | ulysses (
 2 16 --context-parallel-size 2 --context-parallel-method allgather | is allgather, which would | \
 allgather_q
 2 15 --context-parallel-size 2 --context-parallel-method allgather_q | \
@@ -17,13 +17,13 @@ multiple of 2, since two chunks of each rank in the zigzag layout share | neares
 2 16 --context-parallel-size 2 --context-parallel-method allgather_q \
 --context-parallel-layout striped | context_parallel_layout is striped | leave out
 2 16 --model-type qwen3_5 --context-parallel-size 2 --context-parallel-method allgather_q \
---context-parallel-layout zigzag | context_parallel_layout is zigzag, but the layout | leave out
+--context-parallel-layout zigzag | context_parallel_layout is zigzag, which slices of | leave out
 4 16 --context-parallel-size 4 --context-parallel-method allgather_q --ulysses-degree 4 \
---context-parallel-layout zigzag | context_parallel_layout is zigzag, but the layout | leave out
+--context-parallel-layout zigzag | context_parallel_layout is zigzag, which slices of | leave out
 2 16 --context-parallel-size 2 --context-parallel-method ulysses --ulysses-head-chunks 2 | \
 ulysses_head_chunks is 2 | leave out one
 1 16 --context-parallel-method ulysses --context-parallel-layout zigzag | \
-context_parallel_layout is zigzag | leave out
+context_parallel_layout is zigzag, which slices of method ulysses | leave out
 16 16 --context-parallel-size 16 --context-parallel-method ulysses | ulysses_degree is 16 with 8
 1 16 --model-type transnormer | model_type transnormer has linear attention | leave out
 1 16 --compile | compile is set, and a compiled layer cannot end early | leave out one

@@ -76,7 +76,7 @@ NODES = {
     "kernels": 46925,
     "parallel": 98000,
     "data": 51920,
-    "train": 72450,
+    "train": 72540,
     "planner": 63113,
     "runtime": 18100,
     "slurm": 4620,

@@ -113,6 +113,19 @@ def beyond_rope(config: CommonConfig) -> str | None:
     )
 
 
+def in_one_slice(config: CommonConfig) -> str | None:
+    """Return a note if layer_chunk_size is so large that all tokens of a rank are one slice."""
+    size = config.recompute.layer_chunk_size
+    sequences = 1 if config.packed else config.train.micro_batch_size
+    tokens = config.joined_length * sequences // config.mesh.context_parallel_size
+    if not size or size < tokens:
+        return None
+    return (
+        f"note: layer_chunk_size is {size}, but a rank has {tokens} tokens of a micro-batch, so a "
+        "layer takes them in one slice and saves no memory; set it to fewer tokens"
+    )
+
+
 def default_method(model: DecoderConfig) -> Literal["striped", "zigzag", "lasp"]:
     """Return the default context-parallel method of a model.
 

@@ -23,6 +23,7 @@ from train.config.derive import (
     CONFIG,
     beyond_rope,
     beyond_vocabulary,
+    in_one_slice,
     with_joined_ranks,
     with_rope_length,
     with_vocabulary,
@@ -131,8 +132,9 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
     """Return the configuration with every open value chosen, and print the choices. Collective.
 
     ``entries`` is the size of the tokenizer's vocabulary. A note is printed if it is larger than
-    the model's, or if a sequence is longer than rope supports. With balance_over dp_cp, the
-    context-parallel ranks of the result include the data-parallel ones, as in the mesh.
+    the model's, if a sequence is longer than rope supports, or if a slice has all tokens. With
+    balance_over dp_cp, the context-parallel ranks of the result include the data-parallel ones, as
+    in the mesh.
 
     Raises UserError if the vocabulary has too few entries for the mesh, or a choice cannot be made.
     """
@@ -143,7 +145,7 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
             config = with_vocabulary(config, entries)
             notes.append(beyond_vocabulary(config.model.vocab_size, entries))
     config = with_rope_length(config)
-    for note in filter(None, [*notes, beyond_rope(config)]):
+    for note in filter(None, [*notes, beyond_rope(config), in_one_slice(config)]):
         if is_first():
             print(note, flush=True)
     config = with_method(config, dist.get_world_size(), planner.method)

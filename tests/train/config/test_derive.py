@@ -14,6 +14,7 @@ from train.config import diffusion
 from train.config.derive import (
     beyond_rope,
     beyond_vocabulary,
+    in_one_slice,
     rope_flags,
     with_joined_ranks,
     with_vocabulary,
@@ -109,3 +110,24 @@ def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_atte
     assert parse_args([*sizes, APART]).joined_length == 300
     assert parse_args([*sizes, "--reset-position-ids"]).joined_length == 100
     assert (Config().joined_length, DiTRunConfig().joined_length) == (1024, 256)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", None),
+        ("--layer-chunk-size 511", None),
+        ("--layer-chunk-size 512", 512),
+        ("--layer-chunk-size 600 --context-parallel-size 2", 512),
+        ("--layer-chunk-size 600 --context-parallel-size 2 --micro-batch-size 3", None),
+    ],
+)
+def test_a_slice_of_all_tokens_is_told(flags, tokens):
+    length = 1024 if "parallel" in flags else 512
+    config = parse_args(
+        f"--mock-data --seq-length {length} --recompute-granularity full {flags}".split()
+    )
+    note = in_one_slice(config)
+    assert (note is None) == (tokens is None)
+    if tokens is not None:
+        assert f"a rank has {tokens} tokens" in note

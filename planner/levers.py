@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from parallel.context.config import ContextConfig
+from parallel.context.layout import can_split
 from parallel.context.methods import METHODS
 from parallel.mesh import SIZES
 from planner.cluster import Cluster
@@ -113,15 +114,14 @@ def _slices(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int, str]]:
         return [current]
 
     ranks = config.mesh.context_parallel_size
+    team = 1
     if ranks > 1:
         name = METHODS[name].in_slices
-    team = 1
-    if name == "allgather_q":  # a rank attends for the slice's queries of all of its team
-        team = ranks // context.ulysses_degree
+        if not METHODS[name].splits_heads:  # a rank attends for the queries of all groups
+            team = ranks // context.ulysses_degree
     unit = config.slice_unit
     chunk = max(1, LAYER_CHUNK // team // unit) * unit
-    sequences = 1 if config.packed else config.train.micro_batch_size
-    if config.joined_length // ranks * sequences <= chunk:
+    if config.joined_length // ranks * config.sharded_sequences <= chunk:
         return [current]
     return [current, (chunk, 1, name)]
 
@@ -146,9 +146,7 @@ def takes_slices(config: AnyConfig) -> bool:
     if config.context.delta_rule_schedule != "auto":
         return False
     tp = config.mesh.tensor_model_parallel_size
-    key_heads = config.model.key_heads // tp
-    splits_keys = key_heads % ranks == 0 or ranks % key_heads == 0
-    return splits_keys and config.model.value_heads // tp % ranks == 0
+    return can_split(config.model.value_heads // tp, config.model.key_heads // tp, ranks)
 
 
 def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:

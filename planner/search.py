@@ -216,7 +216,7 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     for name, method in METHODS.items():
         fits = not method.for_slices_only
         if config.recompute.layer_chunk_size:
-            fits = method.in_slices == name
+            fits = method.takes_slices
         if fits and _suits_mask(config, method):
             yield from variants(base, name, size, ranks_per_node)
 

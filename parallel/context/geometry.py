@@ -10,7 +10,7 @@ with every micro-batch of packed documents. So nothing here may look at document
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from parallel.context.layout import (
     PLACEMENTS,
     ContextError,
     Layout,
+    can_split,
     check_slices,
     padded_length,
     place_of_ranks,
@@ -287,11 +288,8 @@ class Geometry:
                 lists the numbers that work.
         """
 
-        def fits(degree: int) -> bool:
-            return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-
-        if not fits(self.ulysses_degree):
-            degrees = filter(fits, divisors(self.size))
+        if not can_split(heads, kv_heads, self.ulysses_degree):
+            degrees = filter(partial(can_split, heads, kv_heads), divisors(self.size))
             raise ContextError(
                 f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key "
                 "heads on each rank, but it must divide the number of query heads, and divide the "

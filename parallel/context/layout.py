@@ -200,6 +200,11 @@ None means all.
 """
 
 
+def can_split(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Return True if ranks can split the heads; several ranks may hold the same KV head."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
 def check_slices(
     slice_len: int, causal: bool, layout: str, layout_of_slices: str, backward: str
 ) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from data.text.config import split_shares
 from kernels.backends import BACKENDS, LINEAR, SOFTMAX, listed
+from parallel.context.layout import can_split
+from parallel.context.methods import METHODS
 from train.config.common import CommonConfig
 from train.config.fields import ConfigError, value_of
 from train.schedule import schedule_of
@@ -128,6 +130,7 @@ def check_slices(config: CommonConfig) -> None:
     layouts = config.layouts_of_slices
     head_chunks = config.context.ulysses_head_chunks
     schedule = config.context.delta_rule_schedule
+    takes_slices = method == "auto" or (method in METHODS and METHODS[method].takes_slices)
 
     without = "leave out --layer-chunk-size"
     refusals = [
@@ -146,7 +149,7 @@ def check_slices(config: CommonConfig) -> None:
             "method (any runs on one process)",
         ),
         (
-            ranks > 1 and method not in ("auto", "ulysses", "allgather_q"),
+            ranks > 1 and not takes_slices,
             f"context_parallel_method is {method}, which would send the keys of all earlier "
             "slices again for each slice; use --context-parallel-method ulysses (allgather_q for "
             f"more ranks than heads, auto to choose), with which they stay on their rank, or "
@@ -200,7 +203,7 @@ def _described(config: CommonConfig) -> str:
 def _sharing(config: CommonConfig) -> str:
     """Name what shares a slice evenly."""
     tp = config.mesh.tensor_model_parallel_size
-    sequences = 1 if config.packed else config.train.micro_batch_size
+    sequences = config.sharded_sequences
     shares = []
     if sequences > 1:
         shares.append(f"the {sequences} sequences of a micro-batch")
@@ -218,7 +221,7 @@ def _check_delta_slices(config: CommonConfig) -> None:
     tp = config.mesh.tensor_model_parallel_size
     keys = model.key_heads // tp
     values = model.value_heads // tp
-    if values % ranks or (keys % ranks and ranks % keys):
+    if not can_split(values, keys, ranks):
         raise ConfigError(
             f"layer_chunk_size is {config.recompute.layer_chunk_size}, with which "
             f"context_parallel_size {ranks} splits the heads of the delta rule, but each "

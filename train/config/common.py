@@ -187,8 +187,12 @@ class CommonConfig(ABC):
     @property
     def slice_len(self) -> int:
         """Number of a rank's tokens of each sequence that go through a layer at once; 0 for all."""
-        sequences = 1 if self.packed else self.train.micro_batch_size
-        return self.recompute.layer_chunk_size // sequences
+        return self.recompute.layer_chunk_size // self.sharded_sequences
+
+    @property
+    def sharded_sequences(self) -> int:
+        """Number of sequences of a micro-batch that context-parallel ranks share one by one."""
+        return 1 if self.packed else self.train.micro_batch_size
 
     @property
     def layout_of_slices(self) -> str:
@@ -208,12 +212,11 @@ class CommonConfig(ABC):
         The sequences of a micro-batch and the tensor-parallel ranks share a slice evenly. In the
         zigzag layout so do the two chunks of a head group.
         """
-        sequences = 1 if self.packed else self.train.micro_batch_size
         shares = self.mesh.tensor_model_parallel_size
         is_zigzag = "zigzag" in self.layouts_of_slices and self.layout_of_slices != "contiguous"
         if is_zigzag and self.context.ulysses_degree % 2:
             shares = lcm(shares, 2)
-        return sequences * shares
+        return self.sharded_sequences * shares
 
     @property
     def layouts_of_slices(self) -> tuple[str, ...]:
@@ -221,12 +224,13 @@ class CommonConfig(ABC):
 
         Zigzag needs several groups of ranks, between which queries travel.
         """
+        layouts = ("auto", "contiguous")
         method = METHODS.get(self.context.context_parallel_method)
-        gathers_queries = method is not None and method.in_slices == "allgather_q"
         has_groups = self.mesh.context_parallel_size > self.context.ulysses_degree
-        if gathers_queries and has_groups and not self.delta:
-            return ("auto", "contiguous", "zigzag")
-        return ("auto", "contiguous")
+        if method is None or not method.in_slices or self.delta or not has_groups:
+            return layouts
+        default = METHODS[method.in_slices].layout(causal=True)
+        return layouts if default in layouts else (*layouts, default)
 
     @property
     def rotates(self) -> bool:

@@ -116,8 +116,7 @@ def beyond_rope(config: CommonConfig) -> str | None:
 def in_one_slice(config: CommonConfig) -> str | None:
     """Return a note if layer_chunk_size is so large that all tokens of a rank are one slice."""
     size = config.recompute.layer_chunk_size
-    sequences = 1 if config.packed else config.train.micro_batch_size
-    tokens = config.joined_length * sequences // config.mesh.context_parallel_size
+    tokens = config.joined_length * config.sharded_sequences // config.mesh.context_parallel_size
     if not size or size < tokens:
         return None
     return (

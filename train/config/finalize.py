@@ -200,7 +200,7 @@ def _suits(method: str, config: CommonConfig) -> bool:
         return False
     if config.mesh.context_parallel_size == 1 or not config.recompute.layer_chunk_size:
         return True
-    return method in METHODS and METHODS[method].in_slices == method
+    return method in METHODS and METHODS[method].takes_slices
 
 
 def config_to_save(config: C, requested: C, world_size: int) -> C:

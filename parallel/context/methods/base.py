@@ -102,6 +102,11 @@ class Method:
     def __hash__(self) -> int:
         return hash(type(self))
 
+    @property
+    def takes_slices(self) -> bool:
+        """True if layers that take the sequence in slices can run with this method."""
+        return bool(self.in_slices) and self.in_slices == self.name
+
     def layout(self, causal: bool) -> str:
         """Return the method's only layout, or among several the one that balances this mask."""
         return self.layouts[0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import causal_convolution, delta_rule
-from parallel.context.layout import ContextError
+from parallel.context.layout import ContextError, can_split
 from parallel.context.ops import heads_to_tokens, tokens_to_heads
 from parallel.context.plan import PLANS, Plan, PlanHandle
 from parallel.context.slices.layer import Slice
@@ -131,7 +131,7 @@ class SliceDelta:
 
     def _check_heads(self, heads: int, key_heads: int) -> None:
         ranks = len(self._exchange.ranks)
-        if heads % ranks or (key_heads % ranks and ranks % key_heads):
+        if not can_split(heads, key_heads, ranks):
             raise ContextError(
                 f"attend_delta: {ranks} ranks share each slice, but cannot split {key_heads} key "
                 f"and {heads} value heads; use a number of ranks that divides them"

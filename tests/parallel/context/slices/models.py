@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from model.parts.attention import HybridAttention
 from model.parts.delta import OneDevice
+from parallel import layer_slices
 from parallel.context import context_parallel, make_plan
 from parallel.recompute import RecomputeConfig, recompute_layers
 from tests.model.models import used
@@ -115,6 +116,28 @@ def planned_bytes(config, rank, size, documents=None, *, length=LENGTH, method, 
         cost = attention.cost(rank, **sizes)
         total += 2 * cost.forward.total + cost.backward.total
     return total
+
+
+def recorded_outputs(patch):
+    """Record the outputs of every slice of every layer, each time that it runs."""
+    outputs = {}
+    run = layer_slices.LayerPass.run
+
+    def recorded(layer_pass, chunk, piece):
+        out = run(layer_pass, chunk, piece)
+        # With the layer's pass, which stays alive, so that no other pass gets its id.
+        key = (id(layer_pass), piece.number)
+        outputs.setdefault(key, []).append((out.detach().clone(), layer_pass))
+        return out
+
+    patch.setattr(layer_slices.LayerPass, "run", recorded)
+    return outputs
+
+
+def run_again_alike(outputs):
+    """Return True if each recorded slice ran twice and computed the same bits."""
+    pairs = [(first, again) for (first, _), (again, _) in outputs.values()]
+    return bool(pairs) and all(torch.equal(first, again) for first, again in pairs)
 
 
 def furthest(results, expected):

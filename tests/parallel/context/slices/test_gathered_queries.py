@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from kernels.blocks import with_sinks
-from parallel import layer_slices
 from parallel.context import context_parallel, make_plan
 from parallel.context.executor import Executor
 from parallel.context.layout import ContextError
 from runtime.ranks import run_ranks
-from tests.parallel.context.slices.models import PACKED, furthest, planned_bytes, step
+from tests.parallel.context.slices.models import (
+    PACKED,
+    furthest,
+    planned_bytes,
+    recorded_outputs,
+    run_again_alike,
+    step,
+)
 from tests.parallel.context.slices.test_layer import EXACT, MODELS
 
 SIZES = (6, 4, 2)
@@ -146,22 +152,12 @@ def test_a_fault_between_ranks_is_noticed(name):
 
 def bits(rank, world_size, dtype):
     """Return True if every slice computes the same bits when it runs again."""
-    outputs = {}
-    run = layer_slices.LayerPass.run
-
-    def recorded(layer_pass, chunk, piece):
-        out = run(layer_pass, chunk, piece)
-        key = (id(layer_pass), piece.number)
-        outputs.setdefault(key, []).append((out.detach().clone(), layer_pass))
-        return out
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_slices.LayerPass, "run", recorded)
+        outputs = recorded_outputs(patch)
         group = torch.distributed.group.WORLD
         context = {"group": group, "method": "allgather_q"}
         step(MODELS["llama sinks and windows"], 4, documents=PACKED, dtype=dtype, **context)
-    pairs = [(first, again) for (first, _), (again, _) in outputs.values()]
-    return bool(pairs) and all(torch.equal(first, again) for first, again in pairs)
+    return run_again_alike(outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

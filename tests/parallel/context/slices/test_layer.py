@@ -15,7 +15,15 @@ from parallel.context.slices import delta
 from parallel.context.slices.layer import Slice, SliceMemory, SliceOrderError
 from runtime.ranks import run_ranks
 from tests.model.models import FAMILY, GPT, KDA, LLAMA, tied
-from tests.parallel.context.slices.models import PACKED, furthest, planned_bytes, prepared, step
+from tests.parallel.context.slices.models import (
+    PACKED,
+    furthest,
+    planned_bytes,
+    prepared,
+    recorded_outputs,
+    run_again_alike,
+    step,
+)
 
 EXACT = 1e-12
 """Bound relative to the largest entry, in float64; faults are 10^9 times as far and more."""
@@ -232,20 +240,9 @@ def test_slices_that_run_back_too_early_are_refused(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama sinks and windows", "qwen3_5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_slice_that_runs_again_computes_the_same_bits(name, dtype, monkeypatch):
-    outputs = {}
-    run = layer_slices.LayerPass.run
-
-    def recorded(layer_pass, chunk, piece):
-        out = run(layer_pass, chunk, piece)
-        key = (id(layer_pass), piece.number)
-        outputs.setdefault(key, []).append((out.detach().clone(), layer_pass))
-        return out
-
-    monkeypatch.setattr(layer_slices.LayerPass, "run", recorded)
+    outputs = recorded_outputs(monkeypatch)
     step(MODELS[name], 7, documents=PACKED, dtype=dtype)
-    assert outputs
-    for (first, _), (again, _) in outputs.values():
-        assert torch.equal(first, again)
+    assert run_again_alike(outputs)
 
 
 def test_gradients_of_keys_are_summed_in_float32(monkeypatch):
